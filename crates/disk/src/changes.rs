@@ -29,8 +29,9 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use vmstrata_qcow2::RawEntry;
+use vmstrata_store::Planted;
 use vmstrata_types::{ClusterBits, HostOffset};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -251,7 +252,10 @@ impl Changes {
             return Err(ErrorKind::Failed { cause: "the commit before this one failed".to_owned() }.into());
         }
         let covers = self.asked.load(Ordering::SeqCst);
-        let done = self.commit_open(target);
+        let done = match Planted::LostLock.is_there() {
+            true => MutexGuard::unlocked(&mut covered, || self.commit_open(target)),
+            false => self.commit_open(target),
+        };
         // A journal may have broken meanwhile: that stays.
         self.failed.fetch_or(done.is_err(), Ordering::SeqCst);
         if done.is_ok() {
@@ -274,11 +278,15 @@ impl Changes {
 
     fn commit_open(&self, target: &impl CommitTarget) -> Result<()> {
         if self.begin() {
-            target.flush()?;
+            if !Planted::SwappedFlush.is_there() {
+                target.flush()?;
+            }
             // A copy: lookups that miss the cache must go on finding the entries until they are in the image.
             let entries = self.state.lock().closing.entries.clone();
             target.write_entries(&entries)?;
-            target.flush()?;
+            if !Planted::MissingFlush.is_there() {
+                target.flush()?;
+            }
             self.end();
         } else {
             target.flush()?;

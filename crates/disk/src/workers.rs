@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
+use vmstrata_store::Planted;
 
 use crate::absent::Absent;
 use crate::error::{IoContext as _, Result};
@@ -50,7 +51,10 @@ pub(crate) struct Job {
 impl Job {
     fn carry_out(self) {
         let result = self.disk.run(&self.request);
+        let planted =
+            Planted::DoubledWrite.is_there().then(|| (Arc::clone(&self.disk), self.request.clone()));
         self.end(result);
+        planted.map(|(disk, request)| disk.run(&request));
     }
 
     fn end(self, result: Result<()>) {

@@ -30,6 +30,7 @@ mod memory;
 mod notifier;
 mod open_files;
 mod open_store;
+mod planted;
 pub mod prealloc;
 mod prefetch;
 pub mod proc;
@@ -58,6 +59,9 @@ pub use memory::MemoryStore;
 pub use notifier::EventNotifier;
 pub use open_files::{Holders, OpenFiles};
 pub use open_store::OpenStore;
+pub use planted::Planted;
+#[cfg(feature = "planted")]
+pub use planted::plant;
 pub use prefetch::prefetch;
 pub use ring::{PinnedFile, Ring, RingCompletion, RingFile, io_uring_refused};
 pub use segment::{

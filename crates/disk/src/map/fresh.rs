@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use vmstrata_qcow2::RawEntry;
+use vmstrata_store::Planted;
 use vmstrata_types::GuestOffset;
 
 use super::FrozenMap;
@@ -88,7 +89,9 @@ impl FrozenMap {
         let mut clusters = self.clusters(active, first_unit);
         let entries = active.page(clusters.start)?;
         // Of a disk that became shorter, the pages of before say more.
-        if self.size >= below.size && clusters.all(|cluster| entry(&entries, cluster).is_empty()) {
+        let mut is_empty =
+            || Planted::StalePage.is_there() || clusters.all(|cluster| entry(&entries, cluster).is_empty());
+        if self.size >= below.size && is_empty() {
             self.cache.forget_page(new);
             return Ok(false);
         }

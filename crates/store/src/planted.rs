@@ -1,0 +1,40 @@
+//! Faults that the simulation has to find: it plants one of them at a time. Without the feature `planted` there are none.
+
+/// What is done wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Planted {
+    /// A commit does not flush the tables that it wrote.
+    MissingFlush,
+    /// A commit writes the tables before the data they lead to is flushed.
+    SwappedFlush,
+    /// Two commits run at the same time.
+    LostLock,
+    /// A snapshot leaves a page of the map as it was.
+    StalePage,
+    /// A worker carries a write out again after it has ended.
+    DoubledWrite,
+}
+
+impl Planted {
+    /// All of them.
+    pub const ALL: [Self; 5] =
+        [Self::MissingFlush, Self::SwappedFlush, Self::LostLock, Self::StalePage, Self::DoubledWrite];
+
+    /// Whether this one is there.
+    #[inline]
+    pub fn is_there(self) -> bool {
+        #[cfg(feature = "planted")]
+        return PLANTED.load(std::sync::atomic::Ordering::Relaxed) == self as usize + 1;
+        #[cfg(not(feature = "planted"))]
+        false
+    }
+}
+
+#[cfg(feature = "planted")]
+static PLANTED: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+
+/// Plants a fault, or takes it out again.
+#[cfg(feature = "planted")]
+pub fn plant(fault: Option<Planted>) {
+    PLANTED.store(fault.map_or(0, |fault| fault as usize + 1), std::sync::atomic::Ordering::Relaxed);
+}

@@ -1,0 +1,411 @@
+//! What a simulated process does: it opens a disk that an earlier one left, looks whether that is as it must be, and serves guests
+//! until it dies.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use vmstrata_disk::merge::{Direction, Merge, MergeFault, MergeOptions, MergeRange, Removal};
+use vmstrata_disk::snapshot::{RevertOptions, SnapshotInfo, revert};
+use vmstrata_disk::{
+    CheckOptions, Completion, Disk, IoQueue, Op, OpenOptions, Request, ResourceOptions, Resources, check,
+};
+use vmstrata_store::{AlignedBuf, Segment, SegmentVec};
+use vmstrata_types::{GuestOffset, GuestRange, LayerIndex};
+
+use crate::history::{Deed, History, Look, SECTOR};
+use crate::kernel::inside;
+use crate::random::Random;
+use crate::shared::Kind;
+use crate::tasks::TASKS;
+
+/// The disk's own directory, and the journals', in that of the host.
+pub const DISKS: &str = "disks";
+pub const JOURNALS: &str = "journals";
+/// The disk.
+pub const DISK: &str = "web.qcow2";
+
+/// Requests of a guest in a life, at most, and those at a time.
+const REQUESTS_MAX: u64 = 60;
+const DEPTH_MAX: u64 = 6;
+/// Sectors of a request.
+const SECTORS_MAX: u64 = 48;
+
+/// The history, which all tasks write, and the log.
+#[derive(Clone)]
+struct Book(Arc<Mutex<History>>);
+
+impl Book {
+    fn history(&self) -> MutexGuard<'_, History> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes a deed, in the history and in the log.
+    fn enter(&self, deed: Deed, args: [u64; 3], stamps: &[u64]) {
+        let mut history = self.history();
+        inside(|| {
+            history.enter(deed, args, stamps);
+            let bytes: Vec<u8> = stamps.iter().flat_map(|stamp| stamp.to_le_bytes()).collect();
+            TASKS.note(Kind::Guest, [deed as u64, args[0], args[1], args[2]], 0, &[&bytes]);
+        });
+    }
+
+    /// Notes the beginning of a deed under a new number, which it returns.
+    fn begin(&self, deed: Deed, first: u64, second: u64) -> u64 {
+        let mut history = self.history();
+        inside(|| {
+            let number = history.next();
+            history.enter(deed, [number, first, second], &[]);
+            TASKS.note(Kind::Guest, [deed as u64, number, first, second], 0, &[]);
+            number
+        })
+    }
+
+    fn expect<T, E: std::fmt::Display>(&self, what: &str, result: Result<T, E>) -> T {
+        result.unwrap_or_else(|error| inside(|| TASKS.fail(&format!("{what}: {error}"))))
+    }
+}
+
+/// Fills sectors from `first` on with a write's number.
+fn stamp(bytes: &mut [u8], number: u64, first: u64) {
+    for (sector, bytes) in (first..).zip(bytes.chunks_exact_mut(SECTOR)) {
+        for word in bytes.as_chunks_mut::<8>().0 {
+            *word = (number << 20 | sector).to_le_bytes();
+        }
+    }
+}
+
+/// The numbers of the writes that sectors from `first` on hold.
+fn stamps(bytes: &[u8], first: u64) -> Result<Vec<u64>, String> {
+    let of = |(sector, bytes): (u64, &[u8])| {
+        let words = bytes.as_chunks::<8>().0;
+        let word = u64::from_le_bytes(words[0]);
+        if words.iter().any(|other| *other != words[0]) {
+            return Err(format!("sector {sector} is torn"));
+        }
+        match (word >> 20, word & ((1 << 20) - 1)) {
+            (0, 0) => Ok(0),
+            (number, found) if found == sector => Ok(number),
+            (number, found) => Err(format!("sector {sector} holds write {number} of sector {found}")),
+        }
+    };
+    (first..).zip(bytes.chunks_exact(SECTOR)).map(of).collect()
+}
+
+fn range(first: u64, sectors: u64) -> GuestRange {
+    GuestRange::new(GuestOffset::new(first * SECTOR as u64), sectors * SECTOR as u64)
+}
+
+/// See the module documentation.
+pub struct Life {
+    pub directory: PathBuf,
+    pub history: History,
+    pub seed: u64,
+}
+
+impl Life {
+    /// Lives it: never returns.
+    pub fn live(self) -> ! {
+        let Self { directory, history, seed } = self;
+        let random = Random::new(seed);
+        let book = Book(Arc::new(Mutex::new(history)));
+        let journals = directory.join(JOURNALS);
+        book.expect("the journals' directory", std::fs::create_dir_all(&journals));
+        let options = ResourceOptions {
+            metadata_cache_bytes: 1 << 20,
+            max_open_files: 8,
+            workers: 1 + random.below(2) as usize,
+            journal_dir: Some(journals.clone()),
+            copy_up_after: (!random.one_in(4)).then_some(Duration::from_millis(5)),
+        };
+        let resources = book.expect("resources", Resources::start(options));
+        let keeper = Keeper { path: directory.join(DISKS).join(DISK), resources, book, random };
+        keeper.check_files(&journals);
+        let disk = keeper.open();
+        let guests: Vec<_> = (0..1 + keeper.random.below(3)).map(|_| keeper.start_guest(&disk)).collect();
+        keeper.keep(&disk);
+        for guest in guests {
+            let ended = guest.join().map_err(|_| "it panicked");
+            keeper.book.expect("a guest", ended);
+        }
+        if keeper.random.one_in(2) {
+            keeper.book.expect("close", disk.close());
+            keeper.book.enter(Deed::Closed, [0; 3], &[]);
+            drop(disk);
+            keeper.revert();
+        }
+        inside(|| TASKS.die())
+    }
+}
+
+/// Who opens the disk, and takes and drops snapshots of it.
+struct Keeper {
+    path: PathBuf,
+    resources: Arc<Resources>,
+    book: Book,
+    random: Random,
+}
+
+impl Keeper {
+    fn snapshot_path(&self, number: u64) -> PathBuf {
+        self.path.with_extension(format!("{number}.qcow2"))
+    }
+
+    /// The file of every state that must be there is sound.
+    fn check_files(&self, journals: &Path) {
+        let options = CheckOptions { journal_dir: Some(journals.to_owned()), ..CheckOptions::default() };
+        let snapshots: Vec<u64> =
+            self.snapshots().filter(|(_, must, _)| *must).map(|(number, ..)| number).collect();
+        let paths = snapshots.into_iter().map(|number| self.snapshot_path(number));
+        for path in paths.chain([self.path.clone()]) {
+            let report = self.book.expect("check", check(&path, &options));
+            if !report.is_safe() {
+                let text = format!("{} is damaged: {report:?}", path.display());
+                inside(|| TASKS.fail(&text));
+            }
+        }
+    }
+
+    fn snapshots(&self) -> impl Iterator<Item = (u64, bool, bool)> + use<> {
+        let history = self.book.history();
+        let all: Vec<_> =
+            history.snapshots().map(|(number, must, stamps)| (number, must, stamps.is_some())).collect();
+        all.into_iter()
+    }
+
+    /// Opens the disk and looks at all of it, and at its snapshots.
+    fn open(&self) -> Arc<Disk> {
+        let disk = Disk::open(&self.path, &OpenOptions::default(), &self.resources);
+        let disk = self.book.expect("open", disk);
+        for (number, must_be_there, _) in self.snapshots() {
+            self.look_at(number, must_be_there);
+        }
+        let stamps = self.read_all(&disk);
+        let history = self.book.history();
+        let checked = history.check(0, &stamps, history.look());
+        drop(history);
+        self.book.expect("the disk", checked);
+        self.book.enter(Deed::Seen, [0; 3], &stamps);
+        disk
+    }
+
+    fn read_all(&self, disk: &Disk) -> Vec<u64> {
+        let mut bytes = vec![0; disk.size() as usize];
+        for (at, part) in (0..).step_by(64 << 10).zip(bytes.chunks_mut(64 << 10)) {
+            self.book.expect("read", disk.read(GuestOffset::new(at), &[Segment::from_mut(part)]));
+        }
+        self.book.expect("the disk", stamps(&bytes, 0))
+    }
+
+    /// Reads a snapshot, which holds what it held before, or what the disk held when it was taken.
+    fn look_at(&self, number: u64, must_be_there: bool) {
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let path = self.snapshot_path(number);
+        let state = match Disk::open(&path, &options, &self.resources) {
+            Ok(state) => state,
+            Err(_) if !must_be_there => return,
+            Err(error) => self.book.expect("open a snapshot", Err(error)),
+        };
+        let stamps = self.read_all(&state);
+        let checked = self.book.history().check_snapshot(number, &stamps);
+        self.book.expect(&format!("snapshot {number}"), checked);
+        self.book.enter(Deed::SnapshotSeen, [number, 0, 0], &stamps);
+    }
+
+    fn start_guest(&self, disk: &Arc<Disk>) -> std::thread::JoinHandle<()> {
+        let (book, disk, random) = (self.book.clone(), Arc::clone(disk), Random::new(self.random.next()));
+        let started = std::thread::Builder::new().spawn(move || Guest::new(book, &disk, random).run());
+        self.book.expect("a guest", started)
+    }
+
+    /// Takes and drops snapshots beside the guests.
+    fn keep(&self, disk: &Arc<Disk>) {
+        for _ in 0..self.random.below(6) {
+            std::thread::sleep(Duration::from_micros(self.random.below(20_000)));
+            match self.random.below(3) {
+                0 | 1 => self.take(disk),
+                _ => self.merge(disk),
+            }
+        }
+    }
+
+    fn take(&self, disk: &Disk) {
+        let number = self.book.begin(Deed::Snapshot, 0, 0);
+        let info = SnapshotInfo { name: number.to_string(), ..SnapshotInfo::default() };
+        self.book.expect("take a snapshot", disk.snapshot(&info));
+        self.book.enter(Deed::Ended, [number, 0, 0], &[]);
+        self.look_at(number, true);
+    }
+
+    fn merge(&self, disk: &Arc<Disk>) {
+        let layers = disk.layers();
+        let Some(frozen) = layers.len().checked_sub(2).filter(|frozen| *frozen > 0) else { return };
+        let first = self.random.below(frozen as u64) as usize;
+        let last = first + self.random.below((frozen - first).min(2) as u64) as usize;
+        for layer in &layers[first..=last] {
+            let name = layer.path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let number = name.split('.').nth(1).and_then(|number| number.parse().ok());
+            if let Some(number) = number {
+                self.book.enter(Deed::Drop, [number, 0, 0], &[]);
+            }
+        }
+        let direction = *self.random.pick(&[Direction::Auto, Direction::Stream, Direction::Commit]);
+        let options = MergeOptions { removal: Removal::All, direction, ..MergeOptions::default() };
+        let index = |place: usize| LayerIndex::new(place as u16);
+        let dropped = MergeRange { first: index(first), last: index(last) };
+        match Merge::of_disk(disk, dropped, &options) {
+            Ok(merge) => drop(self.book.expect("merge", merge.run())),
+            // What a revert has left stands on it.
+            Err(error) if matches!(error.fault(), Some(MergeFault::NoCommit { .. })) => {}
+            Err(error) => self.book.expect("merge", Err(error)),
+        }
+        for (number, must_be_there, is_known) in self.snapshots() {
+            if must_be_there && is_known && self.random.one_in(2) {
+                self.look_at(number, true);
+            }
+        }
+    }
+
+    /// Takes the closed disk back to a snapshot.
+    fn revert(&self) {
+        let known: Vec<u64> =
+            self.snapshots().filter(|(_, must, known)| *must && *known).map(|(number, ..)| number).collect();
+        if known.is_empty() || !self.random.one_in(2) {
+            return;
+        }
+        let snapshot = *self.random.pick(&known);
+        let number = self.book.begin(Deed::Revert, snapshot, 0);
+        let reverted = revert(&self.path, &snapshot.to_string(), &RevertOptions::default(), &self.resources);
+        self.book.expect("revert", reverted);
+        self.book.enter(Deed::Ended, [number, 1, 0], &[]);
+    }
+}
+
+/// A request under way.
+struct Flying {
+    token: u64,
+    buffer: AlignedBuf,
+    kind: Flight,
+}
+
+enum Flight {
+    Read {
+        first: u64,
+        sectors: u64,
+        look: Look,
+    },
+    /// Whether it asked to be on stable storage when it ends.
+    Change {
+        is_stable: bool,
+    },
+}
+
+/// Who reads and writes the disk through a queue.
+struct Guest {
+    book: Book,
+    queue: IoQueue,
+    random: Random,
+    flying: Vec<Flying>,
+    /// Memory of requests that have ended. It is used again, as a guest's is, and never freed.
+    spare: Vec<AlignedBuf>,
+    sectors: u64,
+    reads: u64,
+}
+
+impl Guest {
+    fn new(book: Book, disk: &Arc<Disk>, random: Random) -> Self {
+        let queue = book.expect("a queue", IoQueue::new(Arc::clone(disk), 8));
+        let sectors = disk.size() / SECTOR as u64;
+        Self { book, queue, random, flying: Vec::new(), spare: Vec::new(), sectors, reads: 0 }
+    }
+
+    fn run(mut self) {
+        let depth = 1 + self.random.below(DEPTH_MAX);
+        let mut left = self.random.below(REQUESTS_MAX);
+        while left > 0 || !self.flying.is_empty() {
+            if left > 0 && (self.flying.len() as u64) < depth {
+                left -= 1;
+                self.push();
+                if self.random.one_in(2) {
+                    continue;
+                }
+            }
+            self.queue.submit();
+            let mut ended = Vec::new();
+            if self.queue.reap(&mut ended) == 0 && !self.flying.is_empty() {
+                self.queue.wait(&[], Some(Duration::from_millis(100)));
+            }
+            ended.into_iter().for_each(|completion| self.ended(completion));
+            if self.random.one_in(8) {
+                std::thread::sleep(Duration::from_micros(self.random.below(8_000)));
+            }
+        }
+        std::mem::forget(self.spare);
+    }
+
+    /// A place for a request: mostly where others are, too.
+    fn place(&self) -> (u64, u64) {
+        let (first, sectors) = if self.random.one_in(2) {
+            (self.random.below(self.sectors / 8) * 8, 8)
+        } else {
+            (self.random.below(self.sectors), 1 + self.random.below(SECTORS_MAX))
+        };
+        let first = if self.random.one_in(2) { first % 256 } else { first };
+        (first, sectors.min(self.sectors - first))
+    }
+
+    fn push(&mut self) {
+        let (first, sectors) = self.place();
+        let fua = self.random.one_in(6);
+        let (op, deed) = match self.random.below(16) {
+            0..4 => (Op::Read, None),
+            4..12 => (Op::Write { fua }, Some(Deed::Write)),
+            12 => (Op::WriteZeroes { unmap: self.random.one_in(2), fua }, Some(Deed::Zero)),
+            13 => (Op::Discard, Some(Deed::Discard)),
+            _ => (Op::Flush, Some(Deed::Flush)),
+        };
+        let (first, sectors) = if op == Op::Flush { (0, 0) } else { (first, sectors) };
+        let (token, kind) = match deed {
+            Some(deed) => {
+                let is_stable = fua && matches!(deed, Deed::Write | Deed::Zero);
+                (self.book.begin(deed, first, sectors), Flight::Change { is_stable })
+            }
+            None => {
+                self.reads += 1;
+                let look = self.book.history().look();
+                (u64::MAX - self.reads, Flight::Read { first, sectors, look })
+            }
+        };
+        let whole = SECTORS_MAX as usize * SECTOR;
+        let mut buffer = self.spare.pop().unwrap_or_else(|| AlignedBuf::zeroed(whole));
+        let mut segments = SegmentVec::new();
+        if matches!(op, Op::Read | Op::Write { .. }) {
+            let len = sectors as usize * SECTOR;
+            // What a read leaves as it is belongs to no sector.
+            stamp(&mut buffer[..len], token & 0xffff_ffff, if deed.is_some() { first } else { first + 1 });
+            // SAFETY: the buffer is never freed.
+            segments.push(unsafe { Segment::new(buffer.as_mut_ptr(), len) });
+        }
+        self.flying.push(Flying { token, buffer, kind });
+        self.queue.push(Request { op, range: range(first, sectors), segments, token });
+    }
+
+    fn ended(&mut self, Completion { token, result }: Completion) {
+        self.book.expect("a request", result);
+        let place = self.flying.iter().position(|flying| flying.token == token);
+        let place = self.book.expect("a completion", place.ok_or("of no request"));
+        let Flying { buffer, kind, .. } = self.flying.swap_remove(place);
+        match kind {
+            Flight::Change { is_stable } => {
+                self.book.enter(Deed::Ended, [token, u64::from(is_stable), 0], &[]);
+            }
+            Flight::Read { first, sectors, look } => {
+                let found = stamps(&buffer[..sectors as usize * SECTOR], first);
+                let found = self.book.expect("a read", found);
+                let checked = self.book.history().check(first as usize, &found, look);
+                self.book.expect("a read", checked);
+            }
+        }
+        self.spare.push(buffer);
+    }
+}

@@ -1,0 +1,311 @@
+//! Deterministic simulation: the product's own code on a host whose time, threads, storage and death come from a seed.
+//!
+//! ```text
+//!   simulator ── fork ──► a process of the host: life ──► disk, store (not changed) ──► kernel ──► calls, tasks
+//!       ▲                    │ dies at a step                        system calls, clock, threads
+//!       │   shared: events ◄─┘
+//!       ├──► history: what may the disk hold?
+//!       └──► storage: what does a power failure leave?  ──► files in memory for the next life
+//! ```
+//!
+//! One seed is one run: the same steps in the same order with the same bytes, which a hash of all events shows. A run is a few
+//! lives of a process. Each ends where the seed says, by itself or killed; then the power may fail. The next one finds what is left, and
+//! looks at all of it.
+//!
+//! Processes are real ones, so that a death is one: locks go, memory goes, statics begin anew. What a host with several processes, or
+//! several hosts with a network between them, would add: tasks and time in [`shared`] memory, and sockets in [`calls`].
+
+mod calls;
+mod history;
+mod kernel;
+mod life;
+mod random;
+mod shared;
+mod storage;
+mod syscall;
+mod tasks;
+
+use std::fs::{self, File, TryLockError};
+use std::io::Write as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Instant;
+
+use clap::Parser;
+use vmstrata_disk::{CreateOptions, create};
+use vmstrata_store::Planted;
+use vmstrata_types::ClusterBits;
+
+use history::{Deed, History, SECTOR};
+use life::{DISK, DISKS, JOURNALS, Life};
+use random::{Random, hash};
+use shared::{Kind, Shared};
+use storage::Storage;
+
+#[global_allocator]
+static ALLOCATOR: kernel::Allocator = kernel::Allocator;
+
+/// Run seeds, and say which fail. Runs need a file system in memory at /dev/shm.
+#[derive(Parser)]
+struct Arguments {
+    /// How many seeds to run.
+    #[arg(long, default_value_t = 1)]
+    seeds: u64,
+    /// The first one.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Build a fault into the product, which the seeds have to find.
+    #[arg(long, value_parser = planted)]
+    plant: Option<Planted>,
+    /// Print what each seed did, and every event of it.
+    #[arg(long)]
+    verbose: bool,
+}
+
+fn planted(name: &str) -> Result<Planted, String> {
+    let found = Planted::ALL.into_iter().find(|planted| format!("{planted:?}").eq_ignore_ascii_case(name));
+    found.ok_or_else(|| format!("one of {:?}", Planted::ALL))
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().collect();
+    match &arguments[..] {
+        [_, seed, plant, place, verbose] if seed.starts_with(SEED) => {
+            run(seed, plant, place, verbose);
+            ExitCode::SUCCESS
+        }
+        _ => run_all(&Arguments::parse()),
+    }
+}
+
+/// Begins the first argument of a process that runs a seed.
+const SEED: &str = "seed=";
+
+fn run_all(arguments: &Arguments) -> ExitCode {
+    be_alike();
+    let place = Place::find();
+    let (begun, mut steps, mut all) = (Instant::now(), 0, 0);
+    for seed in arguments.seed..arguments.seed + arguments.seeds {
+        let (ran, failure) = run_one(seed, arguments, &place);
+        let [events, hashed] = ran;
+        steps += events;
+        all = hash(all, &hashed.to_le_bytes());
+        if let Some(failure) = failure {
+            println!("seed {seed}: {failure}");
+            println!("replay it: cargo xtask sim --seed {seed} --verbose");
+            return ExitCode::FAILURE;
+        }
+    }
+    let per_minute = steps as f64 / begun.elapsed().as_secs_f64() * 60.0;
+    println!("{} seeds, {steps} steps ({per_minute:.0} a minute), hash {all:016x}", arguments.seeds);
+    ExitCode::SUCCESS
+}
+
+/// Makes all processes that this one starts have the same addresses, on one processor: tasks take turns anyway.
+fn be_alike() {
+    // SAFETY: no pointers; this process only.
+    let before = unsafe { libc::personality(0xffff_ffff) };
+    // SAFETY: as above.
+    unsafe { libc::personality((before | libc::ADDR_NO_RANDOMIZE) as libc::c_ulong) };
+    // SAFETY: no pointers.
+    let processor = unsafe { libc::sched_getcpu() };
+    // SAFETY: plain data, for which zeros are valid.
+    let mut one: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: within the set.
+    unsafe { libc::CPU_SET(processor.max(0) as usize, &mut one) };
+    // SAFETY: the set is valid. Slower without.
+    unsafe { libc::sched_setaffinity(0, size_of_val(&one), &one) };
+}
+
+/// Runs a seed in a process of its own, in which all but the seed is the same for each: locks are found by their addresses.
+/// Returns its events and their hash, and what failed.
+fn run_one(seed: u64, arguments: &Arguments, place: &Place) -> ([u64; 2], Option<String>) {
+    let plant = arguments.plant.map_or(0, |planted| planted as u64 + 1);
+    let mut process = Command::new("/proc/self/exe");
+    process.env_clear().arg(format!("{SEED}{seed:020}")).arg(plant.to_string()).arg(&place.directory);
+    process.arg(u8::from(arguments.verbose).to_string());
+    let output = process.stderr(Stdio::inherit()).output().expect("this program");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let mut parts = text.splitn(3, ' ');
+    let mut number = || parts.next().and_then(|number| number.parse().ok());
+    match (number(), number()) {
+        (Some(events), Some(hashed)) => {
+            let failure = parts.next().filter(|failure| !failure.is_empty()).map(str::to_owned);
+            ([events, hashed], failure)
+        }
+        _ => ([0; 2], Some(format!("the run ended with {}", output.status))),
+    }
+}
+
+/// The process of a seed.
+fn run(seed: &str, plant: &str, place: &str, verbose: &str) {
+    // SAFETY: no pointers; what the caller of all this has open is none of the host's.
+    unsafe { libc::close_range(3, u32::MAX, 0) };
+    let plant: usize = plant.parse().expect("a number");
+    vmstrata_store::plant(plant.checked_sub(1).map(|planted| Planted::ALL[planted]));
+    let seed = seed[SEED.len()..].parse().expect("a number");
+    let ran = Run::new(seed, Path::new(place), verbose == "1").run();
+    print!("{} {} {}", ran.events, ran.hash, ran.failure.unwrap_or_default());
+}
+
+/// The directory of the simulated host, whose name has no part in what happens as it is as long as all others.
+struct Place {
+    directory: PathBuf,
+    _lock: File,
+}
+
+impl Place {
+    fn find() -> Self {
+        let all = Path::new("/dev/shm/vmstrata-sim");
+        fs::create_dir_all(all).expect("a file system in memory at /dev/shm");
+        for number in 10..100 {
+            let lock = File::create(all.join(format!("{number}.lock"))).expect("a lock");
+            match lock.try_lock() {
+                Ok(()) => return Self { directory: all.join(number.to_string()), _lock: lock },
+                Err(TryLockError::WouldBlock) => {}
+                Err(TryLockError::Error(error)) => panic!("{error}"),
+            }
+        }
+        panic!("{} is full", all.display());
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        clear(&self.directory);
+    }
+}
+
+fn clear(directory: &Path) {
+    if directory.exists() {
+        fs::remove_dir_all(directory).expect("removed");
+    }
+}
+
+/// What became of a seed.
+struct Ran {
+    events: u64,
+    hash: u64,
+    failure: Option<String>,
+}
+
+/// A seed.
+struct Run<'a> {
+    seed: u64,
+    random: Random,
+    /// Where the host is, and files of the simulator.
+    place: &'a Path,
+    shared: Shared,
+    is_verbose: bool,
+    now_ns: u64,
+    /// The name of the host's boot.
+    boot: u64,
+}
+
+/// Lives of a run, at most, and the steps of one that is killed.
+const LIVES_MAX: u64 = 5;
+const STEPS_MAX: u64 = 6_000;
+
+impl<'a> Run<'a> {
+    fn new(seed: u64, place: &'a Path, is_verbose: bool) -> Self {
+        let (random, shared) = (Random::new(random::mix(seed + 1)), Shared::new());
+        Self { seed, random, place, shared, is_verbose, now_ns: 1, boot: 1 }
+    }
+
+    fn root(&self) -> PathBuf {
+        self.place.join("host")
+    }
+
+    fn run(mut self) -> Ran {
+        clear(self.place);
+        for name in [DISKS, JOURNALS] {
+            fs::create_dir_all(self.root().join(name)).expect("made");
+        }
+        let sectors = 8 * (64 + self.random.below(256));
+        let options = CreateOptions {
+            size: Some(sectors * SECTOR as u64),
+            cluster_bits: ClusterBits::new(*self.random.pick(&[9, 12, 14, 16])).expect("a size of clusters"),
+            ..CreateOptions::default()
+        };
+        create(&self.root().join(DISKS).join(DISK), &options).expect("a disk");
+        let mut storage = Storage::new(&self.root(), JOURNALS, self.shared);
+        let mut history = History::new(sectors as usize);
+        let mut ran = Ran { events: 0, hash: 0, failure: None };
+        let lives = 2 + self.random.below(LIVES_MAX - 1);
+        for life in 0..lives {
+            self.shared.clear_log();
+            let failure = self.live(life, &history);
+            ran.hash = hash(ran.hash, self.shared.bytes());
+            for (number, event, data) in self.shared.events() {
+                ran.events += 1;
+                self.now_ns = event.time_ns;
+                if self.is_verbose {
+                    // Nothing is allocated for it: a run is the same with and without.
+                    let _ = writeln!(std::io::stderr(), "{life} {number} {event:?} {:016x}", hash(0, data));
+                }
+                storage.see(number, &event, data);
+                if event.kind == Kind::Guest {
+                    let [deed, args @ ..] = event.args;
+                    let words = data.as_chunks::<8>().0;
+                    let stamps: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
+                    history.enter(Deed::of(deed), args, &stamps);
+                }
+            }
+            if failure.is_some() {
+                ran.failure = failure;
+                break;
+            }
+            self.now_ns += 1_000_000_000;
+            if self.random.one_in(2) {
+                storage.lose_process();
+                history.lose_process();
+            } else {
+                self.boot += 1;
+                storage.lose_power(&self.random, self.now_ns);
+                history.lose_power();
+            }
+        }
+        ran
+    }
+
+    /// Runs a process until it dies; says what is wrong if it does not die as it must.
+    fn live(&self, life: u64, history: &History) -> Option<String> {
+        let place = self.place;
+        let boot_id = format!("{:08x}-0000-4000-8000-{:012x}\n", self.boot, self.seed);
+        for (name, text) in [("boot_id", &*boot_id), ("mountinfo", calls::MOUNTS)] {
+            fs::write(place.join(name), text).expect("written");
+        }
+        fs::create_dir_all(place.join("proc")).expect("made");
+        let last_step = 1 + self.random.below(STEPS_MAX);
+        let seed = self.random.next();
+        // SAFETY: this process has one thread.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0, "no other process");
+        if child == 0 {
+            // SAFETY: no pointers. A process that hangs is killed.
+            unsafe { libc::alarm(60) };
+            let device = fs::metadata(self.root()).expect("there").dev();
+            calls::begin(device, 1000 + life, place);
+            std::panic::set_hook(Box::new(|panic| {
+                kernel::inside(|| tasks::TASKS.fail(&panic.to_string()));
+            }));
+            let life = Life { directory: self.root(), history: history.clone(), seed: random::mix(seed) };
+            tasks::TASKS.begin(self.shared, seed, self.now_ns, last_step);
+            kernel::begin();
+            // In a thread of its own: this one has drawn numbers for hash maps from the real host.
+            let _ = std::thread::spawn(move || life.live()).join();
+            unreachable!("a life ends with its process");
+        }
+        let mut status = 0;
+        // SAFETY: room for the result.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        match self.shared.events().last() {
+            Some((_, event, _)) if event.kind == Kind::Died && status == 0 => None,
+            Some((_, event, text)) if event.kind == Kind::Failed => {
+                Some(format!("life {life}: {}", String::from_utf8_lossy(text)))
+            }
+            _ => Some(format!("life {life}: the process died with status {status:#x}")),
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Runs of the simulator itself, each a process of its own: it needs a process with one thread.
+
+use std::process::Command;
+
+/// Runs seeds; what was printed, and whether all held.
+fn run(arguments: &[&str]) -> (String, bool) {
+    let output = Command::new(env!("CARGO_BIN_EXE_vmstrata-sim")).args(arguments).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap();
+    (text, output.status.success())
+}
+
+#[test]
+fn a_seed_replays_bit_for_bit() {
+    let hash = || {
+        let (text, holds) = run(&["--seeds", "20", "--seed", "5000"]);
+        assert!(holds, "{text}");
+        text.rsplit_once("hash ").unwrap().1.to_owned()
+    };
+    assert_eq!(hash(), hash());
+}
+
+#[test]
+fn seeds_hold() {
+    let (text, holds) = run(&["--seeds", "300"]);
+    assert!(holds, "{text}");
+}
+
+/// The seeds before the one that finds the fault hold without it, as those of `seeds_hold` do.
+fn finds(fault: &str) {
+    let (text, holds) = run(&["--seeds", "1000", "--plant", fault]);
+    assert!(!holds && text.starts_with("seed "), "{text}");
+}
+
+#[test]
+fn a_missing_flush_is_found() {
+    finds("MissingFlush");
+}
+
+#[test]
+fn tables_that_are_written_before_data_are_found() {
+    finds("SwappedFlush");
+}
+
+#[test]
+fn a_lost_lock_is_found() {
+    finds("LostLock");
+}
+
+#[test]
+fn a_stale_page_of_the_map_is_found() {
+    finds("StalePage");
+}
+
+#[test]
+fn a_doubled_write_is_found() {
+    finds("DoubledWrite");
+}
