@@ -25,7 +25,6 @@ mod export;
 mod job;
 mod limits;
 mod problem;
-mod segment;
 mod size;
 mod snapshot;
 mod stats;
@@ -45,7 +44,6 @@ pub use job::{
 };
 pub use limits::{DiskLimits, Limit};
 pub use problem::{PROBLEM_TYPE, Problem};
-pub use segment::encode_segment;
 pub use size::{SizeChange, SizeSpec};
 pub use snapshot::{Quiesce, RevertSpec, SnapshotLayer, SnapshotReverted, SnapshotSpec, SnapshotTaken};
 pub use stats::{DepthStats, DiskStats, KindStats, Latency, LatencyBucket, NamedStats, StatsList};
@@ -53,6 +51,13 @@ pub use status::{ResourceStatus, ServerStatus};
 
 /// Where a server listens unless told otherwise, below its runtime directory.
 pub const CONTROL_SOCKET: &str = "control.sock";
+
+/// `text` as one segment of a URL's path.
+///
+/// `.` and `..` stay what they are: no name of the API may be one of them.
+pub fn encode_segment(text: &str) -> String {
+    vmstrata_types::percent_encode(text.as_bytes())
+}
 
 /// Whether a field has its default value and need not be written.
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {

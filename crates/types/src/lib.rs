@@ -6,7 +6,10 @@
 //!
 //! No I/O, no dependencies.
 
+mod path_text;
 pub mod time;
+
+pub use path_text::{path_from_text, path_to_text, percent_encode};
 
 use std::fmt;
 
