@@ -9,7 +9,8 @@ use crate::{DiskLimits, is_default};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DiskSpec {
-    /// The active layer's file, absolute or seen from where the server was started. It is shown absolute.
+    /// The active layer's file, absolute or seen from where the server was started. It is shown absolute. Here and in all
+    /// other paths, one that is not UTF-8 is a `file:` URI.
     #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
     pub path: String,
     /// What sockets and clients call the disk; the file's name without its last suffix if omitted.

@@ -1,5 +1,8 @@
 //! What every qcow2 file of a backup has: its first cluster and its refcount structures.
 
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt as _;
+
 use vmstrata_disk::Result;
 use vmstrata_qcow2::create::max_size;
 use vmstrata_qcow2::geometry::ENTRY_LEN;
@@ -17,7 +20,7 @@ const REFCOUNTS: RefcountOrder = RefcountOrder::DEFAULT;
 pub(crate) struct Shape {
     pub(crate) bits: ClusterBits,
     pub(crate) size: u64,
-    pub(crate) backing_name: Option<String>,
+    pub(crate) backing_name: Option<OsString>,
     pub(crate) compression: Option<CompressionType>,
 }
 
@@ -60,7 +63,7 @@ pub(crate) fn first_cluster(shape: &Shape, places: &Places) -> Result<Vec<u8>> {
     header.refcount_table_offset = places.refcounts.table_at(shape.bits);
     header.refcount_table_clusters =
         u32::try_from(places.refcounts.table).expect("within the format's limit on file sizes");
-    let name = shape.backing_name.as_ref().map(String::as_bytes);
+    let name = shape.backing_name.as_ref().map(|name| name.as_bytes());
     let mut cluster = header.encode(&extensions, name).map_err(CreateError::from)?;
     cluster.resize(shape.bits.size() as usize, 0);
     Ok(cluster)

@@ -49,6 +49,7 @@ mod run;
 mod target;
 mod verify;
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -77,7 +78,7 @@ pub struct BackupOptions {
     /// Store only what changed since this state.
     pub since: Option<snapshot::State>,
     /// For an incremental backup: the name of its backing file, as stored.
-    pub backing_name: Option<String>,
+    pub backing_name: Option<OsString>,
     /// For an incremental backup: the manifest of the backup it builds upon.
     pub previous: Option<Manifest>,
     /// Compress clusters; a pipe takes no compressed backup.

@@ -4,8 +4,10 @@
 //! A region's checksum covers, for each cluster that the backup stores in it, in order: the guest offset (8 bytes,
 //! little-endian), one byte (1 data, 0 zeros), and the bytes of a data cluster, padded with zeros past the disk's end.
 
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{Read as _, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use vmstrata_disk::{AtomicFile, Error, IoContext as _, Result, snapshot};
@@ -49,12 +51,17 @@ pub struct State {
 
 const NS_PER_SECOND: u64 = 1_000_000_000;
 
+/// A file's name; one that is not UTF-8 with its other bytes as `\xff`.
+fn text_of(name: &OsStr) -> String {
+    name.to_str().map_or_else(|| name.as_bytes().escape_ascii().to_string(), str::to_owned)
+}
+
 impl State {
     /// What a manifest says of a state.
     pub(crate) fn of(state: &snapshot::State) -> Self {
         let taken = state.taken_ns();
         Self {
-            file: state.path.file_name().unwrap_or(state.path.as_os_str()).to_string_lossy().into_owned(),
+            file: text_of(state.path.file_name().unwrap_or(state.path.as_os_str())),
             snapshot: state.info.as_ref().map(|info| info.name.clone()),
             taken_at: taken.map(|taken| taken / NS_PER_SECOND),
             taken_at_ns: taken.map(|taken| (taken % NS_PER_SECOND) as u32),
@@ -74,7 +81,8 @@ impl State {
 #[serde(deny_unknown_fields)]
 pub struct Link {
     /// The backing file's name, as the backup stores it.
-    pub file: String,
+    #[serde(with = "vmstrata_disk::file_name")]
+    pub file: OsString,
     /// File name of the state since which changes are stored.
     pub since: String,
     /// The checksum of that backup's manifest.

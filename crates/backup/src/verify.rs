@@ -1,6 +1,8 @@
 //! Comparing a backup with its manifest.
 
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
@@ -73,7 +75,7 @@ pub(crate) fn check_file(path: &Path, manifest: &Manifest, watch: &mut dyn FnMut
         }
         match rebased_header(path, &file, manifest) {
             Some((name, header)) if sum(&header)? == manifest.file => {
-                tracing::info!(file = %path.display(), backing = %name, "the backup was rebased: all but its header matches");
+                tracing::info!(file = %path.display(), backing = %name.display(), "the backup was rebased: all but its header matches");
                 Ok(())
             }
             _ => Err(BackupFault::FileSum.into()),
@@ -84,14 +86,15 @@ pub(crate) fn check_file(path: &Path, manifest: &Manifest, watch: &mut dyn FnMut
 
 /// Of a backup whose backing file has another name than the manifest says: that name, and the first cluster that the backup was
 /// made with, by what the manifest says and where its tables lie.
-fn rebased_header(path: &Path, file: &File, manifest: &Manifest) -> Option<(String, Vec<u8>)> {
+fn rebased_header(path: &Path, file: &File, manifest: &Manifest) -> Option<(OsString, Vec<u8>)> {
     let link = manifest.builds_on.as_ref()?;
     let bits = ClusterBits::new(manifest.cluster_bytes.checked_ilog2()?)?;
     let mut found = vec![0; usize::try_from(bits.size().min(manifest.file.bytes)).ok()?];
     file.read_exact_at(&mut found, 0).ok()?;
     let header = Header::parse(&found, manifest.file.bytes).ok()?;
-    let name = String::from_utf8(header.backing_name(&found).ok()??.to_vec()).ok()?;
-    let is_there = path.parent()?.join(name.strip_prefix("file:").unwrap_or(&name)).is_file();
+    let name = header.backing_name(&found).ok()??;
+    let plain = OsStr::from_bytes(name.strip_prefix(b"file:").unwrap_or(name));
+    let (name, is_there) = (OsStr::from_bytes(name).to_owned(), path.parent()?.join(plain).is_file());
     if name == link.file || !is_there {
         return None;
     }

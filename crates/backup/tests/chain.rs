@@ -47,7 +47,7 @@ fn on_top(previous: Option<(&Path, &Path)>, compression: Option<CompressionType>
     };
     BackupOptions {
         since: Some(State::of_file(state)),
-        backing_name: Some(file.file_name().unwrap().to_str().unwrap().to_owned()),
+        backing_name: file.file_name().map(Into::into),
         previous: Some(Manifest::read(&manifest_path(file)).expect("a manifest")),
         compression,
         ..BackupOptions::default()
@@ -288,7 +288,7 @@ fn options_that_do_not_go_together_are_refused() {
     };
     let since = BackupOptions { since: Some(State::of_file(&pair.states[0])), ..BackupOptions::default() };
     fails(&since, &pair.states[1], "needs the previous backup");
-    let named = BackupOptions { backing_name: Some("full".to_owned()), ..BackupOptions::default() };
+    let named = BackupOptions { backing_name: Some("full".into()), ..BackupOptions::default() };
     fails(&named, &pair.states[1], "only an incremental backup");
     let other = on_top(Some((&pair.states[1], &pair.files[0])), None);
     fails(&other, &pair.states[1], "not of \"new\"");

@@ -85,7 +85,7 @@ fn a_failed_read_fails_a_backup_and_leaves_nothing() {
         let file = dir.path().join("backup");
         let options = BackupOptions {
             since: Some(State::of_file(&old)),
-            backing_name: Some("full".to_owned()),
+            backing_name: Some("full".into()),
             compression,
             threads: 2,
             ..BackupOptions::default()

@@ -44,7 +44,7 @@ fn back_up(of: &State, name: &str, previous: Option<(State, &Path)>) -> Result<P
     let path = of.path.with_file_name(name);
     let options = previous.map_or_else(BackupOptions::default, |(since, file)| BackupOptions {
         since: Some(since),
-        backing_name: Some(file.to_str().unwrap().to_owned()),
+        backing_name: Some(file.into()),
         previous: Some(Manifest::of(file).unwrap()),
         ..BackupOptions::default()
     });

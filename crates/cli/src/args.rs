@@ -44,7 +44,6 @@ pub use self::snapshot::{
     Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs, SnapshotCreateArgs,
     SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
-pub use self::states::split as split_state;
 pub use self::survey::SurveyArgs;
 pub use self::vm::{
     DiskSnapshotArgs, MachineKind, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmGcArgs,

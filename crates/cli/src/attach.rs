@@ -8,6 +8,7 @@ use std::path::Path;
 use serde::Serialize;
 use vmstrata_api::{NbdSpec, VhostUserSpec, encode_segment};
 use vmstrata_export::nbd::Address;
+use vmstrata_types::path_to_text;
 
 use crate::key_values::escape;
 
@@ -196,9 +197,9 @@ fn nbd_libvirt(disk: &str, address: &Address, (tls, writes): (bool, bool), numbe
     )
 }
 
-/// An absolute form of `path`, without asking the file system: sockets do not exist yet.
+/// A path that means the same from every directory, without asking the file system: sockets do not exist yet.
 pub fn absolute(path: &Path) -> String {
-    std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).to_string_lossy().into_owned()
+    path_to_text(&std::path::absolute(path).unwrap_or_else(|_| path.to_owned()))
 }
 
 /// `name` as QEMU allows it for ids and node names: a letter, then letters, digits, `-`, `.` and `_`, 31 at most.

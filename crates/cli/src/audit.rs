@@ -11,6 +11,8 @@ use vmstrata_api::ChangedBy;
 use vmstrata_server::Audit;
 pub use vmstrata_server::What;
 
+use crate::attach::absolute;
+
 /// The file, as this process was asked; like the log, it is one for all that the process does.
 static FILE: OnceLock<PathBuf> = OnceLock::new();
 
@@ -28,12 +30,7 @@ pub fn file() -> Option<&'static Path> {
 
 /// Something about the disks at `paths`.
 pub fn of<P: AsRef<Path>>(change: &'static str, paths: impl IntoIterator<Item = P>) -> What {
-    What::of(change, paths.into_iter().map(|path| text(path.as_ref())))
-}
-
-/// A path that means the same from every directory.
-pub fn text(path: &Path) -> String {
-    std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).display().to_string()
+    What::of(change, paths.into_iter().map(|path| absolute(path.as_ref())))
 }
 
 /// Does `work`, which may complete what is said of it, and records it.

@@ -1,11 +1,16 @@
 //! How `--disk`, `--vhost-user` and `--nbd` are written; what they may say is checked by the server's own rules.
 
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
 use anyhow::{Context, Result, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use vmstrata_api as api;
 use vmstrata_disk::Format;
 use vmstrata_server::size::parse_size;
 use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec};
+use vmstrata_types::path_to_text;
 
 use crate::key_values::KeyValues;
 
@@ -22,7 +27,7 @@ pub fn format_parser() -> impl TypedValueParser<Value = Format> {
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.
-pub fn parse_disk(text: &str) -> Result<DiskSpec> {
+pub fn parse_disk(text: impl AsRef<OsStr>) -> Result<DiskSpec> {
     Ok(parse_api_disk(text)?.try_into()?)
 }
 
@@ -30,8 +35,8 @@ pub fn parse_disk(text: &str) -> Result<DiskSpec> {
 ///
 /// # Errors
 /// As [`parse_disk`].
-pub fn parse_disk_to_serve(text: &str) -> Result<api::DiskSpec> {
-    parse_disk(text)?;
+pub fn parse_disk_to_serve(text: OsString) -> Result<api::DiskSpec> {
+    parse_disk(&text)?;
     parse_api_disk(text)
 }
 
@@ -39,11 +44,14 @@ pub fn parse_disk_to_serve(text: &str) -> Result<api::DiskSpec> {
 ///
 /// # Errors
 /// As [`parse_disk`], but for what only the server checks.
-pub fn parse_api_disk(text: &str) -> Result<api::DiskSpec> {
-    let mut list = KeyValues::parse(text)?;
-    let backing = list.take("backing")?.map(|paths| match &*paths {
-        "none" => Vec::new(),
-        paths => paths.split(':').map(str::to_owned).collect(),
+pub fn parse_api_disk(text: impl AsRef<OsStr>) -> Result<api::DiskSpec> {
+    let mut list = KeyValues::parse(text.as_ref())?;
+    let backing = list.take("backing")?.map(|paths| match paths.as_bytes() {
+        b"none" => Vec::new(),
+        paths => paths
+            .split(|byte| *byte == b':')
+            .map(|path| path_to_text(Path::new(OsStr::from_bytes(path))))
+            .collect(),
     });
     let limits = take_limits(&mut list)?;
     Ok(api::DiskSpec { backing, limits, ..list.read()? })
@@ -57,7 +65,7 @@ pub fn parse_limits(text: &str) -> Result<api::DiskLimits> {
     if text == "none" {
         return Ok(api::DiskLimits::default());
     }
-    let mut list = KeyValues::parse(text)?;
+    let mut list = KeyValues::parse(text.as_ref())?;
     let limits = take_limits(&mut list)?;
     let Nothing {} = list.read()?;
     Ok(limits)
@@ -72,7 +80,8 @@ fn take_limits(list: &mut KeyValues) -> Result<api::DiskLimits> {
     let mut limits = api::DiskLimits::default();
     for (name, limit) in limits.by_option() {
         let mut take = |key: &str, is_bytes: bool| {
-            let read = |value: String| {
+            let read = |value: OsString| {
+                let value = value.to_string_lossy();
                 let number = if is_bytes { parse_size(&value).ok() } else { value.parse().ok() };
                 let kind = if is_bytes { "a size" } else { "a number" };
                 number.with_context(|| format!("'{key}' is {kind}, not '{value}'"))
@@ -98,7 +107,7 @@ fn take_limits(list: &mut KeyValues) -> Result<api::DiskLimits> {
 /// # Errors
 /// Names the part that is missing, unknown, repeated or malformed.
 pub fn parse_vhost_user(text: &str) -> Result<VhostUserSpec> {
-    let mut list = KeyValues::parse(text)?;
+    let mut list = KeyValues::parse(text.as_ref())?;
     let (disk, socket) = list.take_first().context("starts with NAME=SOCKET, as in web=/run/web.sock")?;
     list.put("disk", disk);
     list.put("socket", socket);
@@ -110,9 +119,10 @@ pub fn parse_vhost_user(text: &str) -> Result<VhostUserSpec> {
 /// # Errors
 /// Names the part that is unknown, repeated or malformed.
 pub fn parse_nbd(text: &str) -> Result<NbdSpec> {
-    let mut list = KeyValues::parse(text)?;
+    let mut list = KeyValues::parse(text.as_ref())?;
     let address = list.take_head().unwrap_or_default();
-    let allow = list.take("allow")?.map(|rights| rights.split(',').map(client_rights).collect());
+    let allow =
+        list.take("allow")?.map(|rights| rights.to_string_lossy().split(',').map(client_rights).collect());
     list.put("address", address);
     Ok(api::NbdSpec { allow: allow.unwrap_or_default(), ..list.read()? }.try_into()?)
 }
@@ -128,7 +138,6 @@ fn client_rights(text: &str) -> api::ClientRights {
 #[cfg(test)]
 mod tests {
     use std::num::NonZeroU16;
-    use std::path::Path;
 
     use vmstrata_disk::{DetectZeroes, Limit, Limits};
     use vmstrata_export::SocketAccess;
@@ -183,6 +192,15 @@ mod tests {
         assert_eq!(backing("path=a,backing=/b.raw:/c"), Some(vec!["/b.raw".into(), "/c".into()]));
         let kept = parse_disk("path=a,keep=daily=7,,weekly=4").unwrap().keep;
         assert_eq!(kept.unwrap().to_string(), "daily=7,weekly=4");
+    }
+
+    #[test]
+    fn a_disk_and_what_it_stands_on_may_have_any_bytes_in_their_names() {
+        let spec = OsStr::from_bytes(b"path=/a,,\xff.qcow2,name=a,backing=/\xfe:/c");
+        let disk = parse_disk(spec).unwrap();
+        assert_eq!(disk.path.as_os_str().as_bytes(), b"/a,\xff.qcow2");
+        assert_eq!(disk.backing, Some(vec![OsStr::from_bytes(b"/\xfe").into(), "/c".into()]));
+        assert_eq!(parse_api_disk(spec).unwrap().path, "file:///a%2C%FF.qcow2");
     }
 
     #[test]

@@ -4,8 +4,13 @@
 //! is a flag that is on. Unknown and repeated keys are errors: a misspelt `read-only` must not open a disk for
 //! writing.
 
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
 use anyhow::{Context, Result, bail, ensure};
 use serde::de::DeserializeOwned;
+use vmstrata_types::path_to_text;
 
 /// Keys that are on or off.
 const FLAGS: [&str; 6] = ["read-only", "force", "share", "any-memory", "rw", "insecure"];
@@ -15,7 +20,7 @@ const NUMBERS: [&str; 3] = ["queues", "threads", "poll-us"];
 /// A parsed list: the reader takes what it knows better, and then calls [`KeyValues::read`].
 #[derive(Debug)]
 pub struct KeyValues {
-    pairs: Vec<(String, Option<String>)>,
+    pairs: Vec<(String, Option<OsString>)>,
 }
 
 impl KeyValues {
@@ -23,15 +28,15 @@ impl KeyValues {
     ///
     /// # Errors
     /// On an empty part, an empty key, or a key that comes twice.
-    pub fn parse(text: &str) -> Result<Self> {
-        let mut pairs: Vec<(String, Option<String>)> = Vec::new();
-        for part in split_at_single_commas(text) {
-            ensure!(!part.is_empty(), "an empty part in '{text}' (a comma inside a value is written ',,')");
-            let (key, value) = match part.split_once('=') {
-                Some((key, value)) => (key.to_owned(), Some(value.to_owned())),
-                None => (part, None),
-            };
-            ensure!(!key.is_empty(), "'=' without a key before it in '{text}'");
+    pub fn parse(text: &OsStr) -> Result<Self> {
+        let mut pairs: Vec<(String, Option<OsString>)> = Vec::new();
+        let shown = text.display();
+        for part in split_at_single_commas(text.as_bytes()) {
+            ensure!(!part.is_empty(), "an empty part in '{shown}' (a comma inside a value is written ',,')");
+            let mut halves = part.splitn(2, |byte| *byte == b'=').map(OsStr::from_bytes);
+            let key = halves.next().unwrap_or_default().to_string_lossy().into_owned();
+            let value = halves.next().map(OsStr::to_owned);
+            ensure!(!key.is_empty(), "'=' without a key before it in '{shown}'");
             ensure!(pairs.iter().all(|(seen, _)| *seen != key), "'{key}' is given twice");
             pairs.push((key, value));
         }
@@ -43,7 +48,7 @@ impl KeyValues {
         match self.pairs.first() {
             Some((_, Some(_))) => {
                 let (key, value) = self.pairs.remove(0);
-                value.map(|value| (key, value))
+                value.map(|value| (key, text_of(value)))
             }
             _ => None,
         }
@@ -55,19 +60,19 @@ impl KeyValues {
             return None;
         }
         let (key, value) = self.pairs.remove(0);
-        Some(value.map_or(key.clone(), |value| format!("{key}={value}")))
+        Some(value.map_or(key.clone(), |value| format!("{key}={}", text_of(value))))
     }
 
     /// Adds a pair.
     pub fn put(&mut self, key: &str, value: String) {
-        self.pairs.push((key.to_owned(), Some(value)));
+        self.pairs.push((key.to_owned(), Some(value.into())));
     }
 
     /// Removes `key` and returns its value.
     ///
     /// # Errors
     /// When the key is there without a value, or with an empty one.
-    pub fn take(&mut self, key: &str) -> Result<Option<String>> {
+    pub fn take(&mut self, key: &str) -> Result<Option<OsString>> {
         let Some(at) = self.pairs.iter().position(|(candidate, _)| candidate == key) else { return Ok(None) };
         said(key, self.pairs.remove(at).1).map(Some)
     }
@@ -79,6 +84,7 @@ impl KeyValues {
     pub fn read<T: DeserializeOwned>(self) -> Result<T> {
         let mut fields = serde_json::Map::new();
         for (key, value) in self.pairs {
+            let value = value.map(text_of);
             let value = match (&*key, value) {
                 (flag, value) if FLAGS.contains(&flag) => match value.as_deref() {
                     None | Some("on" | "true" | "yes") => true.into(),
@@ -103,22 +109,29 @@ impl KeyValues {
 }
 
 /// The value of `key`, of which there must be something.
-fn said(key: &str, value: Option<String>) -> Result<String> {
-    value.filter(|value| !value.is_empty()).with_context(|| format!("'{key}' needs a value: {key}=..."))
+fn said<T: AsRef<OsStr>>(key: &str, value: Option<T>) -> Result<T> {
+    value
+        .filter(|value| !value.as_ref().is_empty())
+        .with_context(|| format!("'{key}' needs a value: {key}=..."))
+}
+
+/// A value as the API has it: a path that is not UTF-8 is a `file:` URI there.
+fn text_of(value: OsString) -> String {
+    value.into_string().unwrap_or_else(|path| path_to_text(Path::new(&path)))
 }
 
 /// The parts between single commas, with each double comma turned into one.
-fn split_at_single_commas(text: &str) -> Vec<String> {
-    let mut parts = vec![String::new()];
-    let mut letters = text.chars().peekable();
-    while let Some(letter) = letters.next() {
+fn split_at_single_commas(text: &[u8]) -> Vec<Vec<u8>> {
+    let mut parts = vec![Vec::new()];
+    let mut bytes = text.iter().copied().peekable();
+    while let Some(byte) = bytes.next() {
         let last = parts.last_mut().expect("starts with one part and only grows");
-        if letter != ',' {
-            last.push(letter);
-        } else if letters.next_if_eq(&',').is_some() {
-            last.push(',');
+        if byte != b',' {
+            last.push(byte);
+        } else if bytes.next_if_eq(&b',').is_some() {
+            last.push(b',');
         } else {
-            parts.push(String::new());
+            parts.push(Vec::new());
         }
     }
     parts
@@ -135,9 +148,13 @@ mod tests {
 
     use super::*;
 
+    fn parse(text: &str) -> Result<KeyValues> {
+        KeyValues::parse(text.as_ref())
+    }
+
     #[test]
     fn values_keep_equal_signs_and_doubled_commas() {
-        let disk: DiskSpec = KeyValues::parse("path=/a,,b=c.qcow2,read-only,name=x").unwrap().read().unwrap();
+        let disk: DiskSpec = parse("path=/a,,b=c.qcow2,read-only,name=x").unwrap().read().unwrap();
         let name = Some("x".to_owned());
         assert_eq!(
             disk,
@@ -147,19 +164,16 @@ mod tests {
 
     #[test]
     fn an_odd_run_of_commas_is_escaped_from_the_left_as_qemu_does() {
-        assert_eq!(split_at_single_commas("a,,,b"), ["a,", "b"]);
-        assert_eq!(split_at_single_commas("a,,,,b"), ["a,,b"]);
+        assert_eq!(split_at_single_commas(b"a,,,b"), [&b"a,"[..], b"b"]);
+        assert_eq!(split_at_single_commas(b"a,,,,b"), [b"a,,b"]);
     }
 
     #[test]
     fn escaping_and_splitting_are_inverse() {
         for value in ["", ",", ",,", "a,b", "/run/x,", ",x,,y,,,"] {
             let list = format!("first={},second=2", escape(value));
-            assert_eq!(
-                split_at_single_commas(&list),
-                [format!("first={value}"), "second=2".to_owned()],
-                "{value:?}"
-            );
+            let parts = [format!("first={value}"), "second=2".to_owned()].map(String::into_bytes);
+            assert_eq!(split_at_single_commas(list.as_bytes()), parts, "{value:?}");
         }
     }
 
@@ -173,14 +187,14 @@ mod tests {
             ("path=a,path=b", "'path' is given twice"),
             ("ro,ro=off", "'ro' is given twice"),
         ] {
-            let error = KeyValues::parse(text).unwrap_err().to_string();
+            let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(part), "{text}: {error}");
         }
     }
 
     #[test]
     fn flags_and_numbers_are_checked() {
-        let read = |text: &str| KeyValues::parse(text).unwrap().read::<VhostUserSpec>();
+        let read = |text: &str| parse(text).unwrap().read::<VhostUserSpec>();
         let socket = read("disk=a,socket=b,share=on,any-memory=off,queues=7").unwrap();
         assert_eq!(
             (socket.share, socket.any_memory, socket.queues, socket.threads),
@@ -199,16 +213,16 @@ mod tests {
 
     #[test]
     fn an_unknown_key_is_named_with_the_known_ones() {
-        let list = KeyValues::parse("path=a,readonly").unwrap();
+        let list = parse("path=a,readonly").unwrap();
         let error = list.read::<DiskSpec>().unwrap_err().to_string();
         assert!(error.starts_with("unknown field `readonly`") && error.contains("`read-only`"), "{error}");
     }
 
     #[test]
     fn the_first_pair_can_be_taken_whatever_its_key() {
-        let mut list = KeyValues::parse("web=/run/a,,b.sock,queues=2").unwrap();
+        let mut list = parse("web=/run/a,,b.sock,queues=2").unwrap();
         assert_eq!(list.take_first(), Some(("web".to_owned(), "/run/a,b.sock".to_owned())));
-        assert_eq!(list.take("queues").unwrap().as_deref(), Some("2"));
-        assert_eq!(KeyValues::parse("web").unwrap().take_first(), None);
+        assert_eq!(list.take("queues").unwrap().unwrap(), "2");
+        assert_eq!(parse("web").unwrap().take_first(), None);
     }
 }

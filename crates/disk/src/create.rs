@@ -169,11 +169,7 @@ fn check_backing(path: &Path, name: &Path, format: Format, replaced: Option<File
 }
 
 fn resolve(path: &Path, name: &Path) -> Result<Described> {
-    let name = name.to_str().ok_or(ErrorKind::BackingName {
-        name: name.to_string_lossy().into_owned(),
-        feature: "bytes that are not UTF-8".to_owned(),
-    })?;
-    resolve_name(path, name)
+    resolve_name(path, name.as_os_str())
 }
 
 /// Walks down the backing chain for the file that is to be replaced, as far as it can be read.

@@ -1,5 +1,7 @@
 //! The header of one file of a chain, and the name in it of the file below.
 
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::extension::magic;
@@ -18,7 +20,7 @@ use crate::window::SECTOR;
 #[derive(Debug)]
 pub(crate) struct Qcow2Head {
     pub(crate) header: Header,
-    pub(crate) backing_name: Option<String>,
+    pub(crate) backing_name: Option<OsString>,
     pub(crate) backing_format: Option<String>,
     /// The bitmaps extension.
     pub(crate) bitmaps: Option<Vec<u8>>,
@@ -27,7 +29,7 @@ pub(crate) struct Qcow2Head {
     /// Whether it has an extension that only vmstrata writes.
     pub(crate) is_ours: bool,
     /// The name under which its own state is valid, if under no other.
-    pub(crate) valid_as: Option<String>,
+    pub(crate) valid_as: Option<OsString>,
 }
 
 /// Bytes read at first: enough for the header and extensions that tools write.
@@ -97,7 +99,7 @@ pub(crate) fn read_head(store: &dyn Store, file_len: u64) -> Result<Qcow2Head> {
     let snapshot = SnapshotInfo::find(&extensions).map(<[u8]>::to_vec);
     let is_ours = extensions.items.iter().any(|extension| magic::is_ours(extension.magic()));
     let dropped = extensions.items.iter().find(|item| item.magic() == magic::DROPPED);
-    let valid_as = dropped.map(|item| String::from_utf8_lossy(item.data()).into_owned());
+    let valid_as = dropped.map(|item| OsStr::from_bytes(item.data()).to_owned());
     Ok(Qcow2Head { header, backing_name, backing_format, bitmaps, snapshot, is_ours, valid_as })
 }
 
@@ -105,8 +107,8 @@ pub(crate) fn read_head(store: &dyn Store, file_len: u64) -> Result<Qcow2Head> {
 /// with a header that is damaged elsewhere.
 ///
 /// # Errors
-/// A file that cannot be read, a name that is no text.
-pub(crate) fn backing_text(store: &dyn Store, file_len: u64) -> Result<Option<String>> {
+/// A file that cannot be read, a name with a zero byte.
+pub(crate) fn backing_text(store: &dyn Store, file_len: u64) -> Result<Option<OsString>> {
     let mut fields = [0; 20];
     store.read_padded(&mut fields, HostOffset::ZERO).while_trying("read the first bytes")?;
     let start = usize::try_from(u64::from_be_bytes(fields[8..16].try_into().expect("eight bytes")))
@@ -120,12 +122,15 @@ pub(crate) fn backing_text(store: &dyn Store, file_len: u64) -> Result<Option<St
     Ok(Some(backing_name(&bytes, start..start.saturating_add(len))?))
 }
 
-fn backing_name(bytes: &[u8], place: std::ops::Range<usize>) -> Result<String, ParseError> {
+fn backing_name(bytes: &[u8], place: std::ops::Range<usize>) -> Result<OsString, ParseError> {
     let fail = |kind| ParseError { field: "backing file name", offset: place.start as u64, kind };
     let (needed, have) = (place.end as u64, bytes.len() as u64);
     let name = bytes.get(place.clone()).ok_or_else(|| fail(ParseErrorKind::Truncated { needed, have }))?;
-    let name = std::str::from_utf8(name).map_err(|_| fail(ParseErrorKind::NotUtf8))?;
-    if name.contains('\0') { Err(fail(ParseErrorKind::ContainsNul)) } else { Ok(name.to_owned()) }
+    if name.contains(&0) {
+        Err(fail(ParseErrorKind::ContainsNul))
+    } else {
+        Ok(OsStr::from_bytes(name).to_owned())
+    }
 }
 
 fn read_start(store: &dyn Store, len: usize, file_len: u64) -> Result<Vec<u8>> {
@@ -158,8 +163,8 @@ pub(crate) fn described_backing(path: &Path, head: Option<&Qcow2Head>) -> Result
 }
 
 /// What a backing name in the image at `image` leads to. A plain one is relative to the image's directory.
-pub(crate) fn resolve_name(image: &Path, name: &str) -> Result<Described> {
-    match name.strip_prefix("json:") {
+pub(crate) fn resolve_name(image: &Path, name: &OsStr) -> Result<Described> {
+    match name.as_bytes().strip_prefix(b"json:") {
         Some(description) => json_name::parse(description),
         None => Ok(Described {
             path: directory_of(image).join(plain_name(name)?),
@@ -171,19 +176,21 @@ pub(crate) fn resolve_name(image: &Path, name: &str) -> Result<Described> {
 }
 
 /// The file name in a backing name that is no description; QEMU lets it also be a URL.
-pub(crate) fn plain_name(name: &str) -> Result<&str> {
-    if let Some(plain) = name.strip_prefix("file:") {
-        return Ok(plain);
+pub(crate) fn plain_name(name: &OsStr) -> Result<&OsStr> {
+    let bytes = name.as_bytes();
+    if let Some(plain) = bytes.strip_prefix(b"file:") {
+        return Ok(OsStr::from_bytes(plain));
     }
     let refuse = |feature: &str| {
-        Err(ErrorKind::BackingName { name: name.to_owned(), feature: feature.to_owned() }.into())
+        let name = name.to_string_lossy().into_owned();
+        Err(ErrorKind::BackingName { name, feature: feature.to_owned() }.into())
     };
-    if name.starts_with("json:") {
+    if bytes.starts_with(b"json:") {
         return refuse("a json: description");
     }
     // As in QEMU, a colon before the first slash ends the name of a protocol.
-    let first_part = name.split('/').next().unwrap_or(name);
-    if first_part.contains(':') { refuse("a protocol other than file:") } else { Ok(name) }
+    let end = bytes.iter().position(|byte| b":/".contains(byte));
+    if end.is_some_and(|end| bytes[end] == b':') { refuse("a protocol other than file:") } else { Ok(name) }
 }
 
 /// The disk that a raw file of so many bytes is.
@@ -197,6 +204,7 @@ mod tests {
 
     #[test]
     fn only_plain_file_names_pass() {
+        let plain_name = |name: &'static str| plain_name(name.as_ref());
         assert_eq!(plain_name("base.qcow2").unwrap(), "base.qcow2");
         assert_eq!(plain_name("dir/a:b").unwrap(), "dir/a:b");
         assert_eq!(plain_name("file:/x/base").unwrap(), "/x/base");

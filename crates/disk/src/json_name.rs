@@ -92,9 +92,12 @@ type Options = BTreeMap<String, Value>;
 ///
 /// # Errors
 /// [`ErrorKind::BackingName`]: no description, or one that says more than is supported.
-pub(crate) fn parse(text: &str) -> Result<Described> {
-    let refuse = |feature: String| ErrorKind::BackingName { name: format!("json:{text}"), feature };
-    let options: Options = serde_json::from_str(text)
+pub(crate) fn parse(text: &[u8]) -> Result<Described> {
+    let refuse = |feature: String| ErrorKind::BackingName {
+        name: format!("json:{}", String::from_utf8_lossy(text)),
+        feature,
+    };
+    let options: Options = serde_json::from_slice(text)
         .map_err(|error| refuse(format!("a json: description that is none ({error})")))?;
     let mut flat = Options::new();
     flatten("", options, &mut flat);
@@ -208,6 +211,10 @@ fn check_rest(options: Options) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn parse(text: &str) -> Result<Described> {
+        super::parse(text.as_bytes())
+    }
 
     fn named(path: &str, format: Option<Format>, below: Below) -> Described {
         Described { path: path.into(), format, window: None, below }

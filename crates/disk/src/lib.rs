@@ -49,6 +49,7 @@ mod entry;
 mod epoch;
 mod error;
 mod extents;
+pub mod file_name;
 mod files;
 mod flusher;
 mod fold;

@@ -30,16 +30,18 @@ impl std::fmt::Display for Format {
 /// Endings that name a format and so do not belong to the disk's own name.
 pub(crate) const ENDINGS: [&str; 5] = [".qcow2", ".qcow", ".raw", ".img", ".disk"];
 
-/// Where the file of the snapshot `name` of the disk at `disk` lies; `None` when the disk's file name is not UTF-8.
+/// Where the file of the snapshot `name` of the disk at `disk` lies; `None` when that path names no file.
 pub fn frozen_path(disk: &Path, name: &str, format: Format) -> Option<PathBuf> {
-    let stem = stem(disk.file_name()?.to_str()?);
-    Some(disk.with_file_name(format!("{stem}.{name}.{format}")))
+    let mut frozen = stem(disk.file_name()?).to_owned();
+    frozen.push(format!(".{name}.{format}"));
+    Some(disk.with_file_name(frozen))
 }
 
 /// A disk's file name without its ending.
-pub(crate) fn stem(file_name: &str) -> &str {
-    let stems = ENDINGS.iter().filter_map(|ending| file_name.strip_suffix(ending));
-    stems.filter(|stem| !stem.is_empty()).min_by_key(|stem| stem.len()).unwrap_or(file_name)
+pub(crate) fn stem(file_name: &OsStr) -> &OsStr {
+    let stems = ENDINGS.iter().filter_map(|ending| file_name.as_bytes().strip_suffix(ending.as_bytes()));
+    let shortest = stems.filter(|stem| !stem.is_empty()).min_by_key(|stem| stem.len());
+    shortest.map_or(file_name, OsStr::from_bytes)
 }
 
 /// The file name by which a disk's layers are known as its own, as far as it can be recorded.
@@ -50,8 +52,12 @@ pub(crate) fn disk_name(disk: &Path) -> Option<String> {
 
 /// How an image in the same directory names the file `file_name` as its backing file: a colon must not look like the
 /// end of a protocol's name.
-pub(crate) fn sibling(file_name: &str) -> String {
-    if file_name.contains(':') { format!("./{file_name}") } else { file_name.to_owned() }
+pub(crate) fn sibling(file_name: &OsStr) -> OsString {
+    if file_name.as_bytes().contains(&b':') {
+        Path::new(".").join(file_name).into()
+    } else {
+        file_name.to_owned()
+    }
 }
 
 /// The path of the sidecar of the layer at `path`.
@@ -110,6 +116,7 @@ mod tests {
 
     #[test]
     fn a_colon_does_not_make_a_protocol_of_a_file() {
+        let sibling = |name: &str| sibling(name.as_ref());
         assert_eq!(sibling("nbd:x.mon.qcow2"), "./nbd:x.mon.qcow2");
         assert_eq!(sibling("web.mon.qcow2"), "web.mon.qcow2");
         assert_eq!(crate::chain::plain_name(&sibling("nbd:x")).unwrap(), "./nbd:x");

@@ -6,7 +6,7 @@
 pub use crate::snapshots::{
     DEFAULT_TAG, Held, Holder, HolderKind, Keep, KeepError, MEMORY_LABEL, PrepareOptions, Prepared, Pruning,
     Snapshot, SnapshotFault, SnapshotInfo, SnapshotInfoError, State, Step, find, frozen_path, hold, holders,
-    is_snapshot_name, list, now_ns, prepare, recorded_in, release, resolve,
+    is_snapshot_name, list, now_ns, prepare, recorded_in, release, resolve, split_state, state_of,
 };
 
 use std::path::{Path, PathBuf};

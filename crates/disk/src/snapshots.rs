@@ -45,7 +45,7 @@ pub(crate) use fault::group_broken;
 pub use hold::{DEFAULT_TAG, Held, hold, release};
 pub use keep::{Keep, KeepError};
 pub(crate) use list::pick;
-pub use list::{Snapshot, State, find, list, recorded_in, resolve};
+pub use list::{Snapshot, State, find, list, recorded_in, resolve, split_state, state_of};
 pub(crate) use lock::{lock_if_free, name_from};
 pub use prepare::{PrepareOptions, Prepared, Step, prepare};
 pub(crate) use prepare::{check_ready, prepare_live};

@@ -72,6 +72,6 @@ fn the_root_of_version_1_says_what_it_said() {
     let records = TablePage::parse(page(table)).expect("a table").records;
     assert_eq!(records.len(), 2);
     let below = records[1].backing.as_ref().expect("a backing file");
-    assert_eq!((below.name.as_str(), below.home), ("0", Home::File));
+    assert_eq!((&*below.name, below.home), (&b"0"[..], Home::File));
     assert_eq!(records[1].stamp.len, bytes.len() as u64);
 }

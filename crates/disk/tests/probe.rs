@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::ffi::OsStr;
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -35,7 +36,7 @@ fn a_file_says_what_it_is_and_when_it_was_made() {
     let head = found.head.unwrap().expect("qcow2");
     assert_eq!(head.header.size, 16 << 20);
     let backing = head.backing.expect("named");
-    assert_eq!((backing.name.as_str(), backing.place.unwrap()), ("base", (base, Some(Format::Qcow2))));
+    assert_eq!((&*backing.name, backing.place.unwrap()), (OsStr::new("base"), (base, Some(Format::Qcow2))));
     assert!(probe_file(&raw, &Gate::unrestricted()).unwrap().head.unwrap().is_none());
 }
 

@@ -16,6 +16,7 @@ use vmstrata_api::{DiskStatus, ExportStatus, ServerStatus};
 use vmstrata_export::nbd::{self, Address};
 use vmstrata_export::{SocketAccess, vhost_user};
 use vmstrata_store::FileId;
+use vmstrata_types::path_from_text;
 
 use crate::audit::Audit;
 use crate::error::{Error, told};
@@ -60,7 +61,7 @@ pub fn preflight(options: &Options, status: &ServerStatus) -> Result<(), Error> 
 /// The file that a disk of the other server is written to, and the one that its name leads to.
 fn files_of(disk: &DiskStatus) -> impl Iterator<Item = FileId> + use<> {
     let written = disk.file.map(|file| FileId { dev: file.device, ino: file.inode });
-    let named = Path::new(&disk.path).metadata().ok();
+    let named = path_from_text(&disk.path).metadata().ok();
     let named = named.filter(|_| disk.open_error.is_none()).map(|found| FileId::of(&found));
     written.into_iter().chain(named)
 }

@@ -12,12 +12,14 @@
 
 use std::fs::File;
 use std::io::{self, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use vmstrata_api as api;
 use vmstrata_store::proc::boot_id;
+use vmstrata_types::{path_to_text, percent_encode};
 
 const VERSION: u32 = 1;
 
@@ -34,7 +36,7 @@ struct Content {
     /// Nothing is taken over from another boot.
     boot: String,
     /// The control socket of the server that wrote it.
-    control: PathBuf,
+    control: String,
     #[serde(flatten)]
     state: SavedState,
 }
@@ -55,7 +57,7 @@ impl SavedFile {
             "added.json".to_owned()
         } else {
             // A path has more characters than a name may have.
-            let long = api::encode_segment(&control.to_string_lossy());
+            let long = percent_encode(control.as_os_str().as_bytes());
             format!("added-{}.json", &long[long.len().saturating_sub(200)..])
         };
         Self { path: runtime_dir.join(name), control }
@@ -72,7 +74,7 @@ impl SavedFile {
             Ok(Some(serde_json::from_slice(&text)?))
         };
         match read() {
-            Ok(Some(found)) if found.version == VERSION && found.control == self.control => {
+            Ok(Some(found)) if found.version == VERSION && found.control == path_to_text(&self.control) => {
                 if boot_id().is_ok_and(|boot| boot == found.boot) {
                     found.state
                 } else {
@@ -101,7 +103,7 @@ impl SavedFile {
                 _ => Ok(()),
             };
         }
-        let (boot, control) = (boot_id()?, self.control.clone());
+        let (boot, control) = (boot_id()?, path_to_text(&self.control));
         let text = serde_json::to_vec(&Content { version: VERSION, boot, control, state: state.clone() })?;
         let draft = self.path.with_extension("new");
         let mut options = File::options();

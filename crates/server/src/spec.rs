@@ -17,12 +17,13 @@ mod together;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU16;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use vmstrata_api as api;
 use vmstrata_disk::LimitError;
 use vmstrata_disk::snapshot::KeepError;
 use vmstrata_export::SocketAccess;
+use vmstrata_types::path_from_text;
 
 pub(crate) use self::disk::shown_detect_zeroes;
 pub use self::disk::{CloneOf, DiskSpec, StateError};
@@ -381,7 +382,8 @@ pub fn parse_account(text: String) -> Result<String, SpecError> {
 }
 
 fn stem(path: &str) -> Result<String, SpecError> {
-    let stem = Path::new(path).file_stem().ok_or_else(|| SpecError::NoStem { path: path.to_owned() })?;
+    let file = path_from_text(path);
+    let stem = file.file_stem().ok_or_else(|| SpecError::NoStem { path: path.to_owned() })?;
     Ok(stem.to_string_lossy().into_owned())
 }
 

@@ -34,7 +34,7 @@ pub(crate) struct Qcow2Facts {
     pub(crate) marked_dirty: bool,
     pub(crate) marked_corrupt: bool,
     pub(crate) in_session: bool,
-    /// Name of the backing file as stored.
+    /// Name of the backing file as stored, as far as it is UTF-8.
     pub(crate) backing_name: Option<String>,
     pub(crate) below: Option<Below>,
     /// The snapshot that the layer below is: its name, and when it was taken, in ns since 1970.
@@ -114,7 +114,7 @@ impl Qcow2Facts {
             marked_dirty: header.incompatible.contains(Incompatible::DIRTY),
             marked_corrupt: header.incompatible.contains(Incompatible::CORRUPT),
             in_session: head.is_in_session(),
-            backing_name: head.backing.as_ref().map(|backing| backing.name.clone()),
+            backing_name: head.backing.as_ref().map(|backing| backing.name.to_string_lossy().into_owned()),
             below,
             snapshot: head.snapshot.as_ref().and_then(|snapshot| {
                 // A time past 2262 is none.

@@ -8,6 +8,7 @@ mod snapshots;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
+use vmstrata_types::path_to_text;
 
 pub use self::chains::{Chain, Layer};
 pub use self::snapshots::{SnapshotPoint, Snapshots};
@@ -186,7 +187,7 @@ pub(crate) fn build(
     let mut report = Report {
         schema: SCHEMA,
         made_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
-        roots: found.roots.iter().map(|root| root.display().to_string()).collect(),
+        roots: found.roots.iter().map(|root| path_to_text(root)).collect(),
         long_chain: options.long_chain,
         scanned: scanned(found),
         summary: totals(&chains, &layers),
@@ -269,7 +270,7 @@ fn risks(graph: &Graph<'_>) -> Vec<Risk> {
         .map(|risk| Risk {
             kind: risk.fault.kind,
             severity: risk.fault.kind.severity(),
-            path: graph.images[risk.image].path.display().to_string(),
+            path: path_to_text(&graph.images[risk.image].path),
             message: risk.fault.message.clone(),
             chains: graph.chains[risk.image],
         })

@@ -1,5 +1,6 @@
 //! `diff`, `backup` and `restore`: states of a disk compared, copied and made again.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, ValueEnum};
@@ -78,7 +79,7 @@ pub struct BackupArgs {
     pub previous: Option<PathBuf>,
     /// Name of the backing file to store; the --previous file if omitted
     #[arg(long, value_name = "NAME", requires = "since")]
-    pub backing_name: Option<String>,
+    pub backing_name: Option<OsString>,
     /// Hold the snapshot that is backed up under TAG, so that no command or rule drops it; the --since one is let go of once this
     /// backup is made
     #[arg(long, value_name = "TAG", default_value = "backup", conflicts_with = "verify")]

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use clap::{Args, Subcommand};
 use vmstrata_api as api;
 use vmstrata_server::spec::{NbdSpec, VhostUserSpec};
@@ -109,7 +110,7 @@ pub enum DiskCommand {
         /// path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,format=qcow2|raw]
         /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,LIMITS], as for
         /// `serve --disk`
-        #[arg(value_name = "SPEC", value_parser = parse_api_disk)]
+        #[arg(value_name = "SPEC", value_parser = OsStringValueParser::new().try_map(parse_api_disk))]
         spec: api::DiskSpec,
         /// Which server.
         #[command(flatten)]

@@ -6,6 +6,7 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use vmstrata_api::JobSpec;
 use vmstrata_disk::merge::LayerRef;
+use vmstrata_types::path_to_text;
 
 use super::merge::{LoseArgs, MergeDirection, MergeHowArgs, RemoveArgs};
 use super::snapshot::AccessArgs;
@@ -63,11 +64,7 @@ impl MergeHowArgs {
 fn asked(layer: &LayerRef) -> Result<vmstrata_api::LayerRef> {
     Ok(match layer {
         LayerRef::Number(number) => vmstrata_api::LayerRef::Number(u32::try_from(*number)?),
-        LayerRef::File(path) => {
-            let path = std::path::absolute(path)?;
-            let text = path.to_str().with_context(|| format!("{}: its path is not UTF-8", path.display()))?;
-            vmstrata_api::LayerRef::File(text.to_owned())
-        }
+        LayerRef::File(path) => vmstrata_api::LayerRef::File(path_to_text(&std::path::absolute(path)?)),
     })
 }
 

@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use clap::Args;
-use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
+use clap::builder::{NonEmptyStringValueParser, OsStringValueParser, PossibleValuesParser, TypedValueParser};
 use vmstrata_api as api;
 use vmstrata_export::SocketAccess;
 use vmstrata_server::config::Settings;
 use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec, parse_metrics, parse_mode};
 use vmstrata_server::{ControlPlace, LogFormat, TlsFiles};
+use vmstrata_types::path_to_text;
 
 use super::BackingArgs;
 use crate::disk_spec::{parse_disk_to_serve, parse_nbd, parse_vhost_user};
@@ -32,7 +33,7 @@ pub struct ServeArgs {
         long = "disk",
         value_name = "SPEC",
         required_unless_present_any = ["config", "control"],
-        value_parser = parse_disk_to_serve
+        value_parser = OsStringValueParser::new().try_map(parse_disk_to_serve)
     )]
     pub disks: Vec<api::DiskSpec>,
     /// Serve the only --disk as it was at this snapshot, read-only: its key at=SNAPSHOT
@@ -40,7 +41,7 @@ pub struct ServeArgs {
     pub at: Option<String>,
     /// With --at: serve, for writing, a clone of that snapshot, which is made unless it is there: the disk's key clone=FILE
     #[arg(long, value_name = "FILE", requires = "at")]
-    pub clone: Option<String>,
+    pub clone: Option<PathBuf>,
     /// A socket for one guest: NAME=SOCKET[,queues=N][,threads=N][,poll-us=N][,serial=S][,share][,any-memory]
     /// [,owner=USER][,group=GROUP][,mode=MODE] (repeatable); its owner, and with a group its members, may connect and so
     /// read and write the disk; only root can give it another owner
@@ -217,7 +218,9 @@ impl ServeArgs {
                     "--at and --clone are keys of the disk, which says at= or clone= itself: give one or the other"
                 )
             }
-            (Some(at), [disk]) => (disk.at, disk.clone) = (Some(at.clone()), self.clone.clone()),
+            (Some(at), [disk]) => {
+                (disk.at, disk.clone) = (Some(at.clone()), self.clone.as_deref().map(path_to_text))
+            }
             (Some(at), disks) => bail!(
                 "--at is of one disk, and there are {}: say at={at} in the --disk that is meant",
                 disks.len()

@@ -1,9 +1,8 @@
 //! Snapshots as people name them: beside their disk, or as `DISK@NAME`.
 
-use std::path::{Path, PathBuf};
-
 use clap::CommandFactory as _;
 use clap::error::ErrorKind;
+use vmstrata_disk::snapshot::split_state;
 
 use super::{Cli, Command, JobCommand, SnapshotCommand};
 
@@ -39,14 +38,8 @@ pub(super) fn split_snapshots(command: &mut Command) -> Result<(), clap::Error> 
         _ => return Ok(()),
     };
     if name.is_empty() {
-        let (of, snapshot) = split(disk).ok_or_else(missing)?;
-        (*disk, *name) = (of, snapshot);
+        let (of, snapshot) = split_state(disk).ok_or_else(missing)?;
+        (*disk, *name) = (of.to_owned(), snapshot.to_owned());
     }
     Ok(())
-}
-
-/// `DISK` and `NAME` of `DISK@NAME`.
-pub fn split(state: &Path) -> Option<(PathBuf, String)> {
-    let (disk, name) = state.to_str()?.rsplit_once('@')?;
-    (!disk.is_empty() && !name.is_empty()).then(|| (disk.into(), name.to_owned()))
 }

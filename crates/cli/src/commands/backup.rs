@@ -1,25 +1,28 @@
 //! `vmstrata backup`: a frozen state of a disk copied, whole or as what changed, and copies verified.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io::{self, IsTerminal};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use vmstrata_backup::{
     BackupOptions, BackupReport, BackupTarget, MANIFEST_SUFFIX, Manifest, ManifestDraft, backup,
     check as check_before, manifest_path, verify,
 };
-use vmstrata_disk::snapshot::State;
+use vmstrata_disk::snapshot::{State, state_of};
 use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
+use vmstrata_types::path_to_text;
 
 use super::snapshot;
 use super::states::{explain, resolve};
 use crate::args::BackupArgs;
+use crate::attach::absolute;
 use crate::audit;
 use crate::output::{Progress, print, print_json};
 use crate::units::short_size;
@@ -86,7 +89,7 @@ fn check(args: &BackupArgs, file: &Path) -> Result<()> {
     let report = watched("verifying", args.quiet, |watch| {
         verify(&image_of(file), &resources, watch).map_err(|error| explain(&error))
     })?;
-    say(args, &file.display().to_string(), &report, "sound")
+    say(args, &path_to_text(file), &report, "sound")
 }
 
 fn to_file(args: &BackupArgs, state: &Path, output: &Path) -> Result<()> {
@@ -97,7 +100,7 @@ fn to_file(args: &BackupArgs, state: &Path, output: &Path) -> Result<()> {
     }
     let target = BackupTarget::File { path: output.to_owned(), replace: args.force };
     let report = make(args, state, target, Some(output))?;
-    say(args, &output.display().to_string(), &report, "backed up")
+    say(args, &path_to_text(output), &report, "backed up")
 }
 
 fn to_stdout(args: &BackupArgs, state: &Path) -> Result<()> {
@@ -124,7 +127,7 @@ fn make(
     let options = options(args, output)?;
     let Some(name) = &args.snapshot else { return make_of(args, state, target, &options) };
     ensure!(
-        state.symlink_metadata().is_ok() || !state.to_string_lossy().contains('@'),
+        state.symlink_metadata().is_ok() || !state.as_os_str().as_bytes().contains(&b'@'),
         "{}: is a snapshot: with --snapshot name the disk, of which one is taken",
         state.display()
     );
@@ -137,12 +140,12 @@ fn make(
     // A snapshot of which no backup can be made is one too many.
     check_before(state, &target, &options).map_err(|error| explain(&error))?;
     let name = snapshot::take(state, name.as_deref(), args.format, &open, &args.server)?;
-    let taken = format!("{}@{name}", state.display());
+    let taken = state_of(state, &name);
     if !args.quiet {
-        eprintln!("vmstrata: {taken} taken");
+        eprintln!("vmstrata: {} taken", taken.display());
     }
-    let made = make_of(args, Path::new(&taken), target, &options);
-    made.with_context(|| format!("{taken} was taken, and stays; its backup was not made"))
+    let made = make_of(args, &taken, target, &options);
+    made.with_context(|| format!("{} was taken, and stays; its backup was not made", taken.display()))
 }
 
 fn make_of(
@@ -152,7 +155,7 @@ fn make_of(
     options: &BackupOptions,
 ) -> Result<BackupReport> {
     let output = match &target {
-        BackupTarget::File { path, .. } => audit::text(path),
+        BackupTarget::File { path, .. } => absolute(path),
         BackupTarget::Stream(_) => "-".to_owned(),
     };
     audit::change(audit::of("disk_backup", [state]).object(output), |what| {
@@ -224,7 +227,7 @@ fn options(args: &BackupArgs, output: Option<&Path>) -> Result<BackupOptions> {
 struct Previous {
     manifest: Manifest,
     /// What to call it as a backing file.
-    name: String,
+    name: OsString,
 }
 
 impl Previous {
@@ -243,20 +246,19 @@ impl Previous {
 
 /// A backup's file, which may be named by its manifest.
 pub fn image_of(file: &Path) -> PathBuf {
-    let image = file.to_str().and_then(|name| name.strip_suffix(MANIFEST_SUFFIX));
-    image.map_or_else(|| file.to_owned(), PathBuf::from)
+    let image = file.as_os_str().as_bytes().strip_suffix(MANIFEST_SUFFIX.as_bytes());
+    image.map_or(file, |image| Path::new(OsStr::from_bytes(image))).to_owned()
 }
 
 /// Beside the new backup the file's name alone, so that the two can be moved together; elsewhere its path.
-fn backing_name(image: &Path, output: Option<&Path>) -> Result<String> {
+fn backing_name(image: &Path, output: Option<&Path>) -> Result<OsString> {
     let directory = |path: &Path| match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.canonicalize(),
         _ => Path::new(".").canonicalize(),
     };
     let name = image.file_name().with_context(|| format!("{}: not a file", image.display()))?;
     let is_beside = output.is_none_or(|output| directory(output).ok() == directory(image).ok());
-    let path = if is_beside { PathBuf::from(name) } else { image.canonicalize()? };
-    path.into_os_string().into_string().map_err(|name| anyhow!("{}: not UTF-8", name.display()))
+    Ok(if is_beside { name.to_owned() } else { image.canonicalize()?.into() })
 }
 
 fn say(args: &BackupArgs, file: &str, report: &BackupReport, done: &str) -> Result<()> {

@@ -8,6 +8,7 @@ use anyhow::Result;
 use serde::Serialize;
 use vmstrata_check::{Phase, Report as Found};
 use vmstrata_disk::{CheckOptions, ErrorKind, OpenOptions, snapshot};
+use vmstrata_types::path_to_text;
 
 use crate::args::{CheckArgs, Repair};
 use crate::audit;
@@ -33,7 +34,7 @@ struct Report<'a> {
 
 impl<'a> Report<'a> {
     fn new(args: &CheckArgs, found: &'a Found) -> Self {
-        Self { filename: args.file.display().to_string(), format: "qcow2", found }
+        Self { filename: path_to_text(&args.file), format: "qcow2", found }
     }
 
     fn exit_code(&self) -> u8 {

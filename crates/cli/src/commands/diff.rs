@@ -9,6 +9,7 @@ use anyhow::Result;
 use serde::Serialize;
 use vmstrata_backup::{Diff, DiffExtent, DiffKind, DiffOptions};
 use vmstrata_disk::{Error, ResourceOptions, Resources};
+use vmstrata_types::path_to_text;
 
 use super::states::{explain, resolve};
 use crate::args::DiffArgs;
@@ -129,7 +130,7 @@ fn print_json(
     extents: &mut dyn Iterator<Item = Result<Extent>>,
     out: &mut impl Write,
 ) -> Result<Total> {
-    let name = |path: &std::path::Path| serde_json::to_string(&path.display().to_string());
+    let name = |path: &std::path::Path| serde_json::to_string(&path_to_text(path));
     write!(out, "{{\"old\":{},\"new\":{},", name(&args.old)?, name(&args.new)?)?;
     write!(out, "\"old-size\":{},\"new-size\":{},\"extents\":[", diff.old_size(), diff.new_size())?;
     let mut total = Total::default();

@@ -2,11 +2,11 @@
 
 mod show;
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
 use vmstrata_api::{DiskDetail, DiskLimits, DiskList, DiskSpec, encode_segment};
+use vmstrata_types::path_from_text;
 
 use crate::args::{DiskArgs, DiskCommand};
 use crate::attach::absolute;
@@ -60,7 +60,7 @@ pub fn run(args: &DiskArgs) -> Result<ExitCode> {
 
 /// The server may have been started elsewhere: what is relative here must not be relative there.
 fn add(client: &Client, spec: &DiskSpec) -> Result<DiskDetail> {
-    let here = |path: &String| absolute(Path::new(path));
+    let here = |path: &String| absolute(&path_from_text(path));
     let spec = DiskSpec {
         path: here(&spec.path),
         clone: spec.clone.as_ref().map(here),

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Result, bail};
 use serde::Serialize;
 use vmstrata_disk::merge::{CollectOptions, Kept, Orphan, collect, disks_with_orphans, orphans};
+use vmstrata_types::path_to_text;
 
 use crate::args::{GcArgs, SnapshotCommonArgs};
 use crate::audit;
@@ -51,11 +52,11 @@ impl LeftOver {
     /// As the engine found it.
     pub fn new(orphan: &Orphan) -> Self {
         let needed_by = match &orphan.kept {
-            Some(Kept::Needed { by } | Kept::Missing { by }) => Some(by.display().to_string()),
+            Some(Kept::Needed { by } | Kept::Missing { by }) => Some(path_to_text(by)),
             _ => None,
         };
         Self {
-            file: orphan.path.display().to_string(),
+            file: path_to_text(&orphan.path),
             snapshot: orphan.name.clone(),
             actual_size: orphan.allocated_bytes,
             removable: orphan.kept.is_none(),
@@ -119,7 +120,7 @@ impl Report {
         let gone = found.iter().filter(|orphan| orphan.kept.is_none());
         self.freed_bytes += gone.map(|orphan| orphan.allocated_bytes).sum::<u64>();
         let files = found.iter().map(LeftOver::new).collect();
-        self.disks.push(OfDisk { disk: disk.display().to_string(), files });
+        self.disks.push(OfDisk { disk: path_to_text(disk), files });
     }
 
     fn text(&self) -> String {

@@ -9,6 +9,7 @@ use vmstrata_api::JobSpec;
 use vmstrata_disk::index::{
     IndexDropped, IndexOptions, IndexOutcome, IndexVerdict, IndexedFile, VerifiedFile, build, remove, verify,
 };
+use vmstrata_types::path_to_text;
 
 use super::snapshot::live::Live;
 use crate::args::{IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs};
@@ -57,7 +58,7 @@ fn show<L: Serialize>(
     line: impl Fn(&L) -> String,
     summary: String,
 ) -> Result<()> {
-    let report = Report { filename: disk.display().to_string(), layers };
+    let report = Report { filename: path_to_text(disk), layers };
     answer(common.json, &report, || {
         let lines: String = report.layers.iter().map(|layer| line(layer) + "\n").collect();
         lines + &format!("{}: {summary}\n", report.filename)
@@ -78,7 +79,7 @@ struct BuiltLayer {
 
 impl BuiltLayer {
     fn new(file: &IndexedFile) -> Self {
-        let filename = file.path.display().to_string();
+        let filename = path_to_text(&file.path);
         let plain =
             |outcome| Self { filename: filename.clone(), outcome, home: None, bytes: 0, reason: None };
         match &file.outcome {
@@ -165,7 +166,7 @@ impl VerifiedLayer {
                 ("wrong", *pages, Some(format!("at guest offset {at:#x} the tables say something else")))
             }
         };
-        Self { filename: file.path.display().to_string(), verdict, pages, reason }
+        Self { filename: path_to_text(&file.path), verdict, pages, reason }
     }
 
     fn line(&self) -> String {
@@ -217,7 +218,7 @@ impl DroppedLayer {
         let freed = file.in_file.as_ref().ok().copied().flatten();
         let sidecar_removed = matches!(file.sidecar, Ok(true));
         Self {
-            filename: file.path.display().to_string(),
+            filename: path_to_text(&file.path),
             dropped: freed.is_some() || sidecar_removed,
             bytes_freed: freed.unwrap_or(0),
             sidecar_removed,

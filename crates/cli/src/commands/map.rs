@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use anyhow::{Result, ensure};
 use serde::Serialize;
 use vmstrata_disk::{Disk, Extent, ExtentKind, LayerInfo, OpenOptions, ResourceOptions, Resources, snapshot};
+use vmstrata_types::path_to_text;
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use crate::args::MapArgs;
@@ -40,7 +41,7 @@ struct Run {
 impl Run {
     fn new(extent: &Extent, layers: &[LayerInfo]) -> Self {
         let depth = extent.layer.map_or(layers.len() - 1, |layer| layers.len() - 1 - layer.index());
-        let file = extent.layer.map(|layer| layers[layer.index()].path.display().to_string());
+        let file = extent.layer.map(|layer| path_to_text(&layers[layer.index()].path));
         Self {
             start: extent.range.start.get(),
             length: extent.range.len,

@@ -14,11 +14,13 @@ use vmstrata_disk::merge::{
     ranges_of,
 };
 use vmstrata_job::Bucket;
+use vmstrata_types::path_to_text;
 
 use super::backup::until_stopped;
 use super::snapshot::live::Live;
 use super::snapshot::resources;
 use crate::args::{FlattenArgs, JournalArgs, LoseArgs, MergeArgs, SnapshotCommonArgs, SnapshotDeleteArgs};
+use crate::attach::absolute;
 use crate::audit::{self, What};
 use crate::output::{Progress, Table, answer, counted};
 use crate::units::short_size;
@@ -60,10 +62,10 @@ impl Report {
     fn add(&mut self, merged: &Merged) {
         self.copied_bytes += merged.copied_bytes;
         self.committed_bytes += if merged.is_commit { merged.copied_bytes } else { 0 };
-        self.removed.extend(merged.removed.iter().map(|file| file.display().to_string()));
+        self.removed.extend(merged.removed.iter().map(|file| path_to_text(file)));
         self.freed_bytes += merged.freed_bytes;
         let kept = |(file, why): &(std::path::PathBuf, vmstrata_disk::merge::Kept)| KeptFile {
-            file: file.display().to_string(),
+            file: path_to_text(file),
             reason: why.to_string(),
         };
         self.kept.extend(merged.kept.iter().map(kept));
@@ -182,7 +184,7 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
     let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
     if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.access.common)? {
         let what = audit::of("flatten", [&args.disk]);
-        let what = What { object: args.onto.as_deref().map(audit::text), ..what };
+        let what = What { object: args.onto.as_deref().map(absolute), ..what };
         let report = merge(what, &args.disk, &ranges, &options, args.how.limit, &args.access.journal)?;
         report.tell(&args.done(), &args.access.common)?;
     }
@@ -252,13 +254,13 @@ struct PlannedLayer {
 fn tell_forecast(disk: &Path, forecast: &Forecast, common: &SnapshotCommonArgs) -> Result<()> {
     let layer = |layer: &Going| PlannedLayer {
         layer: layer.number,
-        file: layer.path.display().to_string(),
+        file: path_to_text(&layer.path),
         snapshot: layer.snapshot.clone(),
         actual_size: layer.allocated_bytes,
         removed: layer.kept.is_none(),
         reason: layer.kept.as_ref().map(ToString::to_string),
     };
-    let (disk, snapshots) = (disk.display().to_string(), forecast.lost());
+    let (disk, snapshots) = (path_to_text(disk), forecast.lost());
     let layers = forecast.layers.iter().map(layer).collect();
     let plan = Plan { disk, snapshots, layers, freed_bytes: forecast.freed_bytes() };
     answer(common.json, &plan, || plan.text())
@@ -294,7 +296,7 @@ fn merge(
     journal: &JournalArgs,
 ) -> Result<Report> {
     let resources = resources(journal)?;
-    let mut report = Report { disk: disk.display().to_string(), ..Report::default() };
+    let mut report = Report { disk: path_to_text(disk), ..Report::default() };
     let mut bucket = Bucket::new(limit, Instant::now());
     let go = |what: &mut What| {
         let progress = Progress::of(false, "steps");

@@ -4,9 +4,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use vmstrata_api::{DiskList, DiskStatus};
+use vmstrata_disk::snapshot::{split_state, state_of};
+use vmstrata_types::path_from_text;
 
 use super::snapshot::live::is_file_of;
-use crate::args::{Command, ControlArgs, IndexCommand, SnapshotCommand, split_state};
+use crate::args::{Command, ControlArgs, IndexCommand, SnapshotCommand};
 use crate::client::Client;
 
 /// Puts the path of its disk in the place of a name under which a server serves it. What leads to a file, or has a slash, is no
@@ -63,10 +65,10 @@ fn path_of(argument: &Path, server: &ControlArgs) -> Option<PathBuf> {
     let served: DiskList = client.get("/v1/disks").ok()?;
     let of_name = |name: &Path| served.disks.iter().find(|disk| Some(disk.name.as_str()) == name.to_str());
     if let Some(disk) = of_name(argument) {
-        return Some(disk.path.clone().into());
+        return Some(path_from_text(&disk.path));
     }
     let (disk, snapshot) = split_state(argument).filter(|(disk, _)| is_name(disk))?;
-    Some(format!("{}@{snapshot}", of_name(&disk)?.path).into())
+    Some(state_of(&path_from_text(&of_name(disk)?.path), snapshot))
 }
 
 /// What the server calls the disk that `argument` names, or whose path it is; the argument itself if it knows no such disk.

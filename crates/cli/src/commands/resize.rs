@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result};
 use serde::Serialize;
 use vmstrata_api::{DiskDetail, SizeChange, SizeSpec, encode_segment};
 use vmstrata_disk::{Disk, OpenOptions, Shrink};
+use vmstrata_types::path_to_text;
 
 use super::snapshot::live::Live;
 use super::snapshot::resources;
@@ -51,7 +52,7 @@ fn of_server(args: &ResizeArgs, live: &Live) -> Result<Report> {
     let spec = SizeSpec { size_bytes: args.size.of(now)?, shrink: args.shrink };
     let done: SizeChange = live.client().put(&format!("{path}/size"), &spec)?;
     Ok(Report {
-        disk: args.disk.display().to_string(),
+        disk: path_to_text(&args.disk),
         from_bytes: done.from_bytes,
         size_bytes: done.size_bytes,
         pause_us: Some(done.pause_us),
@@ -73,7 +74,7 @@ fn of_file(args: &ResizeArgs, what: &mut What) -> Result<Report> {
     let resized = resized?;
     closed?;
     Ok(Report {
-        disk: args.disk.display().to_string(),
+        disk: path_to_text(&args.disk),
         from_bytes: resized.from,
         size_bytes: resized.to,
         pause_us: None,

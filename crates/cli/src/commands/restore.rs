@@ -6,10 +6,12 @@ use anyhow::{Result, ensure};
 use serde::Serialize;
 use vmstrata_backup::{RestoreOptions, restore};
 use vmstrata_disk::{ResourceOptions, Resources};
+use vmstrata_types::path_to_text;
 
 use super::backup::{image_of, watched};
 use super::states::explain;
 use crate::args::RestoreArgs;
+use crate::attach::absolute;
 use crate::audit::{self, What};
 use crate::output::{answer, counted};
 use crate::units::short_size;
@@ -49,7 +51,7 @@ pub fn run(args: &RestoreArgs) -> Result<ExitCode> {
     };
     let resources = Resources::start(ResourceOptions::default())?;
     let files: Vec<_> = args.files.iter().map(|file| image_of(file)).collect();
-    let last = args.files.last().map(|file| audit::text(file));
+    let last = args.files.last().map(|file| absolute(file));
     let what = What { object: last, ..audit::of("disk_restore", [&args.output]) };
     let done = audit::change(what, |what| {
         let done = watched("restoring", args.quiet, |watch| {
@@ -59,7 +61,7 @@ pub fn run(args: &RestoreArgs) -> Result<ExitCode> {
         Ok(done)
     })?;
     let report = Report {
-        file: args.output.display().to_string(),
+        file: path_to_text(&args.output),
         backups: args.files.len(),
         state: done.manifest.state.file.clone(),
         snapshot: done.manifest.state.snapshot.clone(),

@@ -13,12 +13,13 @@ use vmstrata_disk::snapshot::{
     self, PrepareOptions, RevertOptions, Snapshot, SnapshotInfo, find, list, now_ns,
 };
 use vmstrata_disk::{ErrorKind, Format, OpenOptions, ResourceOptions, Resources};
-use vmstrata_types::time;
+use vmstrata_types::{path_to_text, time};
 
 use crate::args::{
     ControlArgs, JournalArgs, Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs,
     SnapshotDeleteArgs, SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
+use crate::attach::absolute;
 use crate::audit::{self, What};
 use crate::commands::gc;
 use crate::output::{Table, answer, counted, print, print_json};
@@ -205,8 +206,8 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
     let reverted = audit::change(audit::of("snapshot_revert", [&args.disk]).object(&args.name), |_| {
         Ok(snapshot::revert(&args.disk, &args.name, &options, &resources)?)
     })?;
-    let dropped = reverted.dropped.iter().map(|snapshot| text(&snapshot.layer)).collect();
-    Reverted::new(args, text(&reverted.layer), dropped).tell(args.access.common.json)
+    let dropped = reverted.dropped.iter().map(|snapshot| path_to_text(&snapshot.layer)).collect();
+    Reverted::new(args, path_to_text(&reverted.layer), dropped).tell(args.access.common.json)
 }
 
 /// Says what going back would cost.
@@ -230,7 +231,7 @@ fn refuse_to_lose(args: &SnapshotRevertArgs) -> Result<()> {
 }
 
 fn run_clone(args: &SnapshotCloneArgs) -> Result<()> {
-    let state = format!("{}@{}", audit::text(&args.disk), args.name);
+    let state = format!("{}@{}", absolute(&args.disk), args.name);
     let layer = audit::change(audit::of("snapshot_clone", [&args.output]).object(state), |_| {
         let cloned = snapshot::clone(&args.disk, &args.name, &args.output, &args.common.open());
         cloned.map_err(|error| match error.kind() {
@@ -242,9 +243,4 @@ fn run_clone(args: &SnapshotCloneArgs) -> Result<()> {
     })?;
     let report = Cloned::new(args, &layer);
     answer(args.common.json, &report, || report.text())
-}
-
-/// A path as text for reports.
-fn text(path: &Path) -> String {
-    path.display().to_string()
 }

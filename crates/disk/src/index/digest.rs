@@ -5,6 +5,7 @@
 //! a difference: refcounts, internal snapshots, bitmaps, autoclear bits, the index itself, and the bytes of clusters.
 
 use std::collections::HashSet;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
@@ -93,7 +94,7 @@ pub(super) fn digest(store: &dyn Store, head: Option<&Qcow2Head>, file_len: u64)
             ErrorKind::NotIndexable { reason: "a process writes it, or was killed while it did" }.into()
         );
     }
-    if head.backing_name.as_deref().is_some_and(|name| name.starts_with("json:")) {
+    if head.backing_name.as_ref().is_some_and(|name| name.as_bytes().starts_with(b"json:")) {
         return Err(ErrorKind::NotIndexable { reason: "a json: description names its backing file" }.into());
     }
     let tables = Tables::of(&head.header);
@@ -156,9 +157,10 @@ fn update_header(hash: &mut Sha256, head: &Qcow2Head, tables: &Tables) {
     hash.update(head.header.size.to_le_bytes());
     hash.update(tables.l1_at.get().to_le_bytes());
     hash.update(tables.l1_entries.to_le_bytes());
-    for text in [&head.backing_name, &head.backing_format] {
-        hash.update(text.as_ref().map_or(u32::MAX, |text| text.len() as u32).to_le_bytes());
-        hash.update(text.as_deref().unwrap_or("").as_bytes());
+    let name = head.backing_name.as_ref().map(|name| name.as_bytes());
+    for text in [name, head.backing_format.as_ref().map(String::as_bytes)] {
+        hash.update(text.map_or(u32::MAX, |text| text.len() as u32).to_le_bytes());
+        hash.update(text.unwrap_or_default());
     }
 }
 

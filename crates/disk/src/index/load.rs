@@ -5,6 +5,8 @@
 //! until one turns out changed.
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -212,7 +214,8 @@ impl<'a> Pages<'a> {
         let layer =
             |index: usize| LayerIndex::new(u16::try_from(index).expect("a root names at most 65,535"));
         let (path, _) = &self.places[&layer(index)];
-        let path = directory_of(path).join(plain_name(&backing.name).map_err(|_| odd.clone())?);
+        let path =
+            directory_of(path).join(plain_name(OsStr::from_bytes(&backing.name)).map_err(|_| odd.clone())?);
         self.places.insert(layer(below), (path, backing.home));
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! Writing the index of one layer: what the layer changed, the path to it, and pointers to the rest.
 
 use std::hash::{BuildHasher as _, RandomState};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -64,7 +65,7 @@ fn record_backing(head: &Qcow2Head, below: Option<&IndexLayer>) -> Option<Record
         _ => BackingFormat::Raw,
     });
     let home = below.map_or(Home::None, |below| below.home);
-    head.backing_name.as_ref().map(|name| RecordBacking { name: name.clone(), format, home })
+    head.backing_name.as_ref().map(|name| RecordBacking { name: name.as_bytes().to_vec(), format, home })
 }
 
 /// Makes the index of the frozen layer at `path` (of the given format), which stands on `below` (base first).

@@ -14,6 +14,8 @@
 //! It is a guard, not a proof: below the first such layer there may be others, and names may mislead. Those are found by looking
 //! ([`crate::merge`]).
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -41,20 +43,23 @@ pub(super) fn hold(path: &Path, below: &[Arc<Layer>], files: &FileTable) -> Resu
 fn border<'a>(disk: &Path, mut layers: impl Iterator<Item = &'a Path>) -> Option<usize> {
     let is_own = |layer: &Path| {
         let rest = stem_of(layer).zip(stem_of(disk)).and_then(|(name, stem)| name.strip_prefix(stem));
-        rest.is_some_and(|rest| rest.starts_with('.')) && directory_of(layer) == directory_of(disk)
+        rest.is_some_and(|rest| rest.starts_with(b".")) && directory_of(layer) == directory_of(disk)
     };
     layers.position(|layer| !is_own(layer))
 }
 
 /// Whether the file is called `DISK.NAME.FORMAT` and the disk is beside it.
 fn is_snapshot_of_another(layer: &Path) -> bool {
-    let Some((disk, _)) = stem_of(layer).and_then(|stem| stem.rsplit_once('.')) else { return false };
-    let beside = |ending: &&str| -> PathBuf { layer.with_file_name(format!("{disk}{ending}")) };
+    let Some(stem) = stem_of(layer) else { return false };
+    let Some(dot) = stem.iter().rposition(|byte| *byte == b'.') else { return false };
+    let beside = |ending: &&str| -> PathBuf {
+        layer.with_file_name(OsStr::from_bytes(&[&stem[..dot], ending.as_bytes()].concat()))
+    };
     ENDINGS.iter().chain(&[""]).any(|ending| beside(ending).is_file())
 }
 
-fn stem_of(path: &Path) -> Option<&str> {
-    Some(stem(path.file_name()?.to_str()?))
+fn stem_of(path: &Path) -> Option<&[u8]> {
+    Some(stem(path.file_name()?).as_bytes())
 }
 
 #[cfg(test)]

@@ -6,6 +6,9 @@
 //! Opening a state checks the flag ([`Top::check_state`]); the merge's last step, a rename, makes the name true. Stock tools
 //! ignore the flag, and chains above stay sound.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
+
 use vmstrata_qcow2::{Extension, Extensions, extension::magic};
 use vmstrata_store::Store;
 
@@ -23,7 +26,7 @@ impl DeletingFlag {
     ///
     /// # Errors
     /// A header without room, or that cannot be read.
-    pub(super) fn plan(top: &Top, chain: &[ChainFile], layer: usize, name: &str) -> Result<Self> {
+    pub(super) fn plan(top: &Top, chain: &[ChainFile], layer: usize, name: &OsStr) -> Result<Self> {
         let head = top.head.as_ref().ok_or(ErrorKind::Changed)?;
         Self::plan_as(&*top.opened.store, head, chain, layer, Some(name)).map_err(|e| e.in_file(&top.path))
     }
@@ -42,7 +45,7 @@ impl DeletingFlag {
         head: &Qcow2Head,
         chain: &[ChainFile],
         layer: usize,
-        name: Option<&str>,
+        name: Option<&OsStr>,
     ) -> Result<Self> {
         let link = &chain[layer];
         let below = link.backing_name.as_ref().zip(layer.checked_sub(1)).map(|(name, below)| Below {

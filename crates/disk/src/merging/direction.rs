@@ -4,6 +4,7 @@
 //! and the layer above does not, which for a disk's oldest layer is about the whole disk; a commit copies what the layers above the
 //! base hold. A commit overwrites the states that are dropped, so no other image may stand on those.
 
+use std::ffi::OsStr;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
@@ -153,8 +154,7 @@ impl Asked<'_> {
             }
         }
         check_owner(&self.dropped()[0].path, &target.path)?;
-        let name = target.path.file_name().and_then(|name| name.to_str());
-        if name.is_none() || !back_refs::is_beside(&self.dropped()[0].path, &target.path) {
+        if !back_refs::is_beside(&self.dropped()[0].path, &target.path) {
             return Err("the layer above lies in another directory".to_owned());
         }
         Ok(())
@@ -191,9 +191,9 @@ impl Asked<'_> {
     }
 
     /// The name of the file that stays.
-    pub(crate) fn new_name(&self) -> &str {
+    pub(crate) fn new_name(&self) -> &OsStr {
         let path = &self.chain[self.range.target().index()].path;
-        path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
+        path.file_name().unwrap_or_default()
     }
 
     fn check_users(&self, users: &Users) -> Against {

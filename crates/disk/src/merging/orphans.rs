@@ -15,7 +15,9 @@
 //! directory only. Only the disk's writer writes it.
 
 use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::io;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FileType;
@@ -47,7 +49,7 @@ pub struct Orphan {
 
 impl Orphan {
     fn of(disk: &Path, path: PathBuf, kept: Option<Kept>) -> Self {
-        let name = path.file_name().and_then(|file| snapshot_name(disk, file.to_str()?)).map(str::to_owned);
+        let name = path.file_name().and_then(|file| snapshot_name(disk, file)).map(str::to_owned);
         let allocated_bytes = allocated_bytes(&path);
         Self { path, name, allocated_bytes, kept }
     }
@@ -172,9 +174,7 @@ impl Search {
             let mut found = Vec::new();
             for entry in Directory::open(&directory_of(&self.disk))?.entries()? {
                 let (place, kind) = entry?;
-                let is_named =
-                    place.name().to_str().is_some_and(|name| snapshot_name(&self.disk, name).is_some());
-                if !is_named || kind != FileType::RegularFile {
+                if snapshot_name(&self.disk, place.name()).is_none() || kind != FileType::RegularFile {
                     continue;
                 }
                 let Ok(entry) = place.look() else { continue };
@@ -198,9 +198,9 @@ fn is_gone(disk: &Path) -> bool {
 }
 
 /// The name of the disk's snapshot whose file would be called so.
-fn snapshot_name<'a>(disk: &Path, file: &'a str) -> Option<&'a str> {
-    let own = stem(disk.file_name()?.to_str()?);
-    let rest = file.strip_prefix(own)?.strip_prefix('.')?;
+fn snapshot_name<'a>(disk: &Path, file: &'a OsStr) -> Option<&'a str> {
+    let own = stem(disk.file_name()?);
+    let rest = str::from_utf8(file.as_bytes().strip_prefix(own.as_bytes())?).ok()?.strip_prefix('.')?;
     let name = rest.strip_suffix(".qcow2").or_else(|| rest.strip_suffix(".raw"))?;
     is_snapshot_name(name).then_some(name)
 }
@@ -246,7 +246,7 @@ pub fn disks_with_orphans(directory: &Path) -> Result<Vec<PathBuf>> {
         for entry in Directory::open(directory)?.entries()? {
             let (place, _) = entry?;
             if place.is_file() {
-                disks.extend(place.name().to_str().and_then(noted_disk).map(|disk| directory.join(disk)));
+                disks.extend(noted_disk(place.name()).map(|disk| directory.join(disk)));
             }
         }
         disks.sort();
@@ -257,14 +257,15 @@ pub fn disks_with_orphans(directory: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// The disk whose note is called so.
-fn noted_disk(name: &str) -> Option<&str> {
-    let name = name.strip_prefix('.')?;
-    super::cleanup::NOTES.iter().find_map(|suffix| name.strip_suffix(suffix)).filter(|disk| !disk.is_empty())
+fn noted_disk(name: &OsStr) -> Option<&OsStr> {
+    let name = name.as_bytes().strip_prefix(b".")?;
+    let disk = super::cleanup::NOTES.iter().find_map(|suffix| name.strip_suffix(suffix.as_bytes()))?;
+    (!disk.is_empty()).then(|| OsStr::from_bytes(disk))
 }
 
 /// The files that the note at `note` says are left, if it is one, as far as they are still what they were.
 pub fn noted_in(note: &Path) -> Vec<PathBuf> {
-    let Some(disk) = note.file_name().and_then(|name| noted_disk(name.to_str()?)) else { return Vec::new() };
+    let Some(disk) = note.file_name().and_then(noted_disk) else { return Vec::new() };
     let disk = directory_of(note).join(disk);
     let left = left_note_path(&disk).filter(|place| place == note).and_then(|place| LeftNote::read(&place));
     let noted = match left {

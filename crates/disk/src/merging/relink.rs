@@ -17,7 +17,9 @@
 //! Invariant: whatever a power failure leaves, the image has the old backing file with the old record of it, or the
 //! new with the new.
 
+use std::ffi::OsString;
 use std::ops::Range;
+use std::os::unix::ffi::OsStrExt as _;
 
 use vmstrata_qcow2::extension::magic;
 use vmstrata_qcow2::header::{MAX_BACKING_NAME_LEN, field};
@@ -37,7 +39,7 @@ const RECORD_HEADER: usize = 8;
 /// What an image is to stand on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Below {
-    pub(crate) name: String,
+    pub(crate) name: OsString,
     pub(crate) format: Format,
     /// What is known of it as a snapshot.
     pub(crate) record: Option<Vec<u8>>,

@@ -5,6 +5,7 @@
 //!
 //! A file that is being written may show a header that is about to change; every header is checked as usual.
 
+use std::ffi::OsString;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -34,7 +35,7 @@ pub struct LayerHead {
     /// The header of a qcow2 file.
     pub header: Option<Header>,
     /// The backing file's name as stored.
-    pub backing_name: Option<String>,
+    pub backing_name: Option<OsString>,
     /// The backing file's format as stored.
     pub backing_format: Option<String>,
     /// The path that the backing name leads to.
@@ -92,7 +93,7 @@ pub fn probe_layer(path: &Path, format: Option<Format>) -> Result<LayerHead> {
 /// # Errors
 /// A name that is not a plain file's; otherwise as [`probe_layer`].
 pub fn probe_backing(image: &Path, name: &Path) -> Result<Format> {
-    let named = resolve_name(image, &name.to_string_lossy())?;
+    let named = resolve_name(image, name.as_os_str())?;
     Ok(probe_layer(&named.path, named.format)?.format)
 }
 

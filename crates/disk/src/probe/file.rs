@@ -7,6 +7,7 @@
 //! Bounded for hostile files: one header cluster is read, of the L1 table what the file really has, and nothing is
 //! opened that the gate does not let through.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, StatxFlags};
@@ -56,7 +57,7 @@ pub struct ImageHead {
 #[derive(Debug)]
 pub struct BackingPlace {
     /// The name as stored.
-    pub name: String,
+    pub name: OsString,
     /// Where that leads, in which format; the reason where it is not a local file's name.
     pub place: Result<(PathBuf, Option<Format>)>,
 }

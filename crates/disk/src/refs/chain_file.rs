@@ -1,5 +1,6 @@
 //! The files of a chain, from its headers.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::{LayerRecord, SnapshotInfo};
@@ -22,7 +23,7 @@ pub(crate) struct ChainFile {
     /// What of the file it is; `None` for all.
     pub(crate) window: Option<Window>,
     /// The name of the layer below as its header has it.
-    pub(crate) backing_name: Option<String>,
+    pub(crate) backing_name: Option<OsString>,
     /// What it says of the layer below as a snapshot.
     pub(crate) record: Option<Vec<u8>>,
     /// Whether it knows of an index.

@@ -8,7 +8,9 @@
 //! only, so those are what is looked at.
 
 use std::collections::{HashMap, HashSet};
+use std::ffi::OsStr;
 use std::io;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FileType;
@@ -212,12 +214,12 @@ pub(crate) fn below(path: &Path) -> Result<Vec<PathBuf>> {
     let opened = LocalFiles.open(path, Role::Inspected, &Gate::unrestricted())?;
     let text = backing_text(&*opened.store, opened.identity.len).map_err(|error| error.in_file(path))?;
     let Some(text) = text else { return Ok(Vec::new()) };
-    let beside = |name: &str| directory_of(path).join(name);
-    if let Some(description) = text.strip_prefix("json:") {
-        let parsed = serde_json::from_str(description).unwrap_or(serde_json::Value::Null);
+    let beside = |name: &OsStr| directory_of(path).join(name);
+    if let Some(description) = text.as_bytes().strip_prefix(b"json:") {
+        let parsed = serde_json::from_slice(description).unwrap_or(serde_json::Value::Null);
         let mut names = Vec::new();
         texts(&parsed, &mut names);
-        return Ok(names.into_iter().map(beside).collect());
+        return Ok(names.into_iter().map(|name| beside(name.as_ref())).collect());
     }
     // What another protocol names is no file of this host.
     Ok(plain_name(&text).map(beside).into_iter().collect())

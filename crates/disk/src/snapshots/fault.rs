@@ -28,9 +28,6 @@ pub enum SnapshotFault {
     /// Neither a file nor a link.
     #[error("it is not a regular file: only files can get a second name, which is what a snapshot is")]
     NotAFile,
-    /// A file name that cannot be stored as a backing file's name.
-    #[error("its name is not UTF-8, so no image can have it as its backing file: rename it")]
-    NotUtf8,
     /// The name of the snapshot's file is taken.
     #[error("a snapshot's file {} exists already: choose another name, or see with `vmstrata snapshot list --all` whether it is left over and `vmstrata gc` removes it", path.display())]
     Exists {

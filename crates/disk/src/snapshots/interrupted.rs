@@ -40,13 +40,11 @@ fn sum(name: &OsStr) -> String {
 /// # Errors
 /// Whatever the host reports.
 pub(crate) fn sweep(active: &Path, identity: FileId, on_step: fn(Step)) -> Result<()> {
-    let Some(file_name) = active.file_name().and_then(|name| name.to_str()) else { return Ok(()) };
+    let Some(file_name) = active.file_name() else { return Ok(()) };
     for (overlay, kind) in entries(active)? {
-        let Some(left) = overlay.name().to_str().and_then(|name| Left::parse(name, file_name)) else {
-            continue;
-        };
+        let Some(left) = Left::parse(overlay.name(), file_name) else { continue };
         if kind == FileType::RegularFile {
-            let kept = left.sum.map(|sum| kept(sum, active, identity)).transpose()?.flatten();
+            let kept = left.sum.map(|sum| kept(&sum, active, identity)).transpose()?.flatten();
             for second in second_name(&overlay, active, identity).into_iter().chain(kept) {
                 on_step(Step::Unlink);
                 remove(&second)?;
@@ -77,14 +75,15 @@ fn is(place: &Place, file: FileId) -> bool {
 
 /// What the name of a temporary overlay says.
 #[derive(Debug, PartialEq, Eq)]
-struct Left<'a> {
-    sum: Option<&'a str>,
+struct Left {
+    sum: Option<String>,
 }
 
-impl<'a> Left<'a> {
+impl Left {
     /// `name`, if it is what [`crate::atomic_file::Temporary::named`] calls an overlay of the disk `disk`.
-    fn parse(name: &'a str, disk: &str) -> Option<Self> {
-        let (rest, last) = name.strip_suffix(PURPOSE)?.strip_suffix('.')?.rsplit_once('.')?;
+    fn parse(name: &OsStr, disk: &OsStr) -> Option<Self> {
+        let text = name.to_string_lossy();
+        let (rest, last) = text.strip_suffix(PURPOSE)?.strip_suffix('.')?.rsplit_once('.')?;
         let is_sum = last.len() == HASH_LEN && last.bytes().all(|byte| byte.is_ascii_hexdigit());
         let (rest, numbers, sum) = if is_sum {
             rest.rsplit_once('.').map(|(rest, all)| (rest, all, Some(last)))?
@@ -93,8 +92,8 @@ impl<'a> Left<'a> {
         };
         let (pid, count) = numbers.split_once('-')?;
         let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        let is_own = beside_name(OsStr::new(disk), &name[rest.len()..]) == *name;
-        (number(pid) && number(count) && is_own).then_some(Self { sum })
+        let is_own = beside_name(disk, &text[rest.len()..]) == *name;
+        (number(pid) && number(count) && is_own).then(|| Self { sum: sum.map(str::to_owned) })
     }
 }
 
@@ -130,10 +129,10 @@ mod tests {
 
     #[test]
     fn only_names_that_were_given_to_overlays_of_the_disk_are_taken_for_them() {
-        let parse = |name| Left::parse(name, "web.qcow2");
+        let parse = |name: &str| Left::parse(name.as_ref(), "web.qcow2".as_ref());
         assert_eq!(parse(".web.qcow2.123-0.snapshot"), Some(Left { sum: None }));
         let kept = format!(".web.qcow2.123-0.{}", purpose(Some(Path::new("/a/kept.qcow2"))));
-        assert_eq!(parse(&kept), Some(Left { sum: Some(&sum(OsStr::new("kept.qcow2"))) }));
+        assert_eq!(parse(&kept), Some(Left { sum: Some(sum("kept.qcow2".as_ref())) }));
         for other in [
             "web.qcow2.123-0.snapshot",
             ".web.qcow2.123-0.new",

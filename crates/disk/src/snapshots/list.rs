@@ -1,5 +1,7 @@
 //! Finding snapshots: what the headers of a chain say of the layers below them.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::{LayerRecord, SnapshotInfo, SnapshotInfoError, snapshot_info::is_snapshot_name};
@@ -201,18 +203,27 @@ impl State {
 /// As [`find`], when `text` is no file and what precedes its last `@` is one.
 pub fn resolve(text: &Path, options: &OpenOptions) -> Result<State> {
     let file = || State { path: text.to_owned(), format: options.format, info: None };
-    let Some((disk, name)) = split(text) else { return Ok(file()) };
+    let Some((disk, name)) = split_state(text) else { return Ok(file()) };
     if text.symlink_metadata().is_ok() || disk.symlink_metadata().is_err() {
         return Ok(file());
     }
-    let found = find(&disk, name, options)?;
+    let found = find(disk, name, options)?;
     Ok(State { path: found.layer, format: Some(found.format), info: found.info })
 }
 
 /// `DISK` and `NAME` of `DISK@NAME`.
-fn split(text: &Path) -> Option<(PathBuf, &str)> {
-    let (disk, name) = text.to_str()?.rsplit_once('@')?;
-    (!disk.is_empty() && is_snapshot_name(name)).then(|| (PathBuf::from(disk), name))
+pub fn split_state(text: &Path) -> Option<(&Path, &str)> {
+    let bytes = text.as_os_str().as_bytes();
+    let at = bytes.iter().rposition(|byte| *byte == b'@').filter(|at| *at > 0)?;
+    let name = str::from_utf8(&bytes[at + 1..]).ok()?;
+    is_snapshot_name(name).then(|| (Path::new(OsStr::from_bytes(&bytes[..at])), name))
+}
+
+/// `DISK@NAME`.
+pub fn state_of(disk: &Path, name: &str) -> PathBuf {
+    let mut state = disk.as_os_str().to_owned();
+    state.push(format!("@{name}"));
+    state.into()
 }
 
 #[cfg(test)]
@@ -221,10 +232,10 @@ mod tests {
 
     #[test]
     fn only_what_could_be_a_snapshot_is_taken_for_one() {
-        assert_eq!(split(Path::new("/a/web.qcow2@mon")), Some((PathBuf::from("/a/web.qcow2"), "mon")));
-        assert_eq!(split(Path::new("a@b@c")), Some((PathBuf::from("a@b"), "c")));
+        assert_eq!(split_state(Path::new("/a/web.qcow2@mon")), Some((Path::new("/a/web.qcow2"), "mon")));
+        assert_eq!(split_state(Path::new("a@b@c")), Some((Path::new("a@b"), "c")));
         for file in ["web.qcow2", "web@", "@mon", "user@host/web.qcow2", "web@a b"] {
-            assert_eq!(split(Path::new(file)), None, "{file}");
+            assert_eq!(split_state(Path::new(file)), None, "{file}");
         }
     }
 

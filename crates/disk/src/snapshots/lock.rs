@@ -1,5 +1,6 @@
 //! The writer's lock of a disk's file, which keeps machines and servers out.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -50,7 +51,7 @@ fn in_use(disk: &Path) -> Error {
 
 /// How the image at `image` names the layer at `layer`: by a relative name where one is below the other, so that a tree
 /// can be moved; by an absolute one elsewhere.
-pub(crate) fn name_from(image: &Path, layer: &Path) -> Result<String> {
+pub(crate) fn name_from(image: &Path, layer: &Path) -> Result<OsString> {
     let resolve =
         |path: &Path| directory_of(path).canonicalize().while_trying("find the directory of an image");
     let (from, to) = (resolve(image)?, resolve(layer)?);
@@ -62,8 +63,7 @@ pub(crate) fn name_from(image: &Path, layer: &Path) -> Result<String> {
     } else {
         to.join(file)
     };
-    let name = path.to_str().ok_or(SnapshotFault::NotUtf8)?;
-    Ok(if path.is_absolute() { name.to_owned() } else { names::sibling(name) })
+    Ok(if path.is_absolute() { path.into() } else { names::sibling(path.as_os_str()) })
 }
 
 #[cfg(test)]
@@ -82,6 +82,6 @@ mod tests {
         assert_eq!(name("clone", "a/b/web.mon.qcow2"), "a/b/web.mon.qcow2");
         assert_eq!(name("a/b/clone", "web.mon.qcow2"), "../../web.mon.qcow2");
         assert_eq!(name("a/clone", "a/nbd:x"), "./nbd:x");
-        assert_eq!(name("a/clone", "c/x"), dir.join("c/x").to_str().unwrap());
+        assert_eq!(name("a/clone", "c/x"), dir.join("c/x"));
     }
 }

@@ -1,6 +1,8 @@
 //! The new overlay: shaped like the layer it will stand on, complete and on stable storage under a temporary name.
 
+use std::ffi::OsString;
 use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::Path;
 
 use vmstrata_qcow2::{
@@ -80,8 +82,8 @@ impl Below {
     ///
     /// # Errors
     /// A record or a name for which the header has no room, or that cannot be stored.
-    pub(crate) fn overlay(&self, name: String, info: &SnapshotInfo) -> Result<NewImage> {
-        let backing = NewBacking { name: name.into_bytes(), format: Some(self.format.to_string()) };
+    pub(crate) fn overlay(&self, name: OsString, info: &SnapshotInfo) -> Result<NewImage> {
+        let backing = NewBacking { name: name.into_vec(), format: Some(self.format.to_string()) };
         Ok(new_image(&CreateOptions {
             version: self.version,
             cluster_bits: self.cluster_bits,

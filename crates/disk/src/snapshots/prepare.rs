@@ -113,9 +113,8 @@ fn make_ready(
     on_step: fn(Step),
 ) -> Result<(Prepared, PathBuf)> {
     info.check().map_err(vmstrata_qcow2::CreateError::from)?;
-    let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotUtf8)?;
-    let name = frozen.file_name().and_then(|name| name.to_str()).expect("made of UTF-8 above");
-    let image = below.overlay(names::sibling(name), info)?;
+    let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotAFile)?;
+    let image = below.overlay(names::sibling(frozen.file_name().unwrap_or_default()), info)?;
     let prepared = Prepared::make(active, below.identity.file, &image, None, on_step)?;
     Ok((prepared, frozen))
 }
@@ -128,9 +127,8 @@ pub(crate) fn check_ready(active: &Path, info: &SnapshotInfo, format: Format) ->
     check_path(active)?;
     info.check().map_err(vmstrata_qcow2::CreateError::from)?;
     let below = Below::read(active, format)?;
-    let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotUtf8)?;
-    let name = frozen.file_name().and_then(|name| name.to_str()).expect("made of UTF-8 above");
-    below.overlay(names::sibling(name), info)?;
+    let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotAFile)?;
+    below.overlay(names::sibling(frozen.file_name().unwrap_or_default()), info)?;
     match frozen.symlink_metadata() {
         // What a killed process left is removed when this is done in earnest.
         Ok(there) if FileId::of(&there) == below.identity.file => Ok(()),

@@ -4,6 +4,8 @@
 //! of layers whose files are called as those of such a snapshot are, to see whether they are its. That is done once, when the
 //! client selects; where the layer is in the chain is looked up anew after each change of the layers.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -109,7 +111,8 @@ pub(crate) fn list(disk: &Disk) -> Vec<String> {
     let layers = disk.layers();
     let mut names: Vec<String> = Vec::new();
     for pair in layers.windows(2).rev().take(LISTED_MAX) {
-        let known = [file_name(&pair[0]).map(str::to_owned), snapshot_of(pair)];
+        let file = file_name(&pair[0]).and_then(OsStr::to_str);
+        let known = [file.map(str::to_owned), snapshot_of(pair)];
         for name in known.into_iter().flatten().map(|name| format!("{DIFF_PREFIX}{name}")) {
             if !names.contains(&name) {
                 names.push(name);
@@ -125,9 +128,9 @@ fn find<'a>(disk: &Disk, layers: &'a [LayerInfo], name: &str) -> Option<&'a Laye
     if name.contains('/') {
         return None;
     }
-    let of_disk = |format| frozen_path(disk.path(), name, format)?.file_name()?.to_str().map(str::to_owned);
+    let of_disk = |format| Some(frozen_path(disk.path(), name, format)?.file_name()?.to_owned());
     let files = FORMATS.into_iter().filter_map(of_disk);
-    std::iter::once(name.to_owned())
+    std::iter::once(name.into())
         .chain(files)
         .find_map(|file| called(layers, &file))
         .or_else(|| recorded(layers, name))
@@ -136,7 +139,7 @@ fn find<'a>(disk: &Disk, layers: &'a [LayerInfo], name: &str) -> Option<&'a Laye
 const FORMATS: [Format; 2] = [Format::Qcow2, Format::Raw];
 
 /// The one layer below the active one whose file is called `name`.
-fn called<'a>(layers: &'a [LayerInfo], name: &str) -> Option<&'a LayerInfo> {
+fn called<'a>(layers: &'a [LayerInfo], name: &OsStr) -> Option<&'a LayerInfo> {
     let (_, below) = layers.split_last()?;
     let mut named = below.iter().filter(|layer| file_name(layer) == Some(name));
     named.next().filter(|_| named.next().is_none())
@@ -144,17 +147,20 @@ fn called<'a>(layers: &'a [LayerInfo], name: &str) -> Option<&'a LayerInfo> {
 
 /// The newest layer that is recorded as the snapshot `name`, of this disk or of one that it comes from.
 fn recorded<'a>(layers: &'a [LayerInfo], name: &str) -> Option<&'a LayerInfo> {
-    let endings = FORMATS.map(|format| format!(".{name}.{format}"));
-    let may_be = |layer| file_name(layer).is_some_and(|file| endings.iter().any(|end| file.ends_with(end)));
-    let found = layers.windows(2).rev().filter(|pair| may_be(&pair[0]));
+    let found = layers.windows(2).rev().filter(|pair| is_named_after(&pair[0], name));
     found.filter(|pair| snapshot_of(pair).as_deref() == Some(name)).map(|pair| &pair[0]).next()
 }
 
 /// The snapshot that the upper layer of a pair says the lower one is, if the lower one's file is called so.
 fn snapshot_of(pair: &[LayerInfo]) -> Option<String> {
-    let file = file_name(&pair[0])?;
     let name = recorded_above(&pair[1])?.name;
-    FORMATS.into_iter().any(|format| file.ends_with(&format!(".{name}.{format}"))).then_some(name)
+    is_named_after(&pair[0], &name).then_some(name)
+}
+
+/// Whether the layer's file is called as that of a snapshot `name` is.
+fn is_named_after(layer: &LayerInfo, name: &str) -> bool {
+    let ends = |format| layer.path.as_os_str().as_bytes().ends_with(format!(".{name}.{format}").as_bytes());
+    FORMATS.into_iter().any(ends)
 }
 
 /// What a layer says of the one below it.
@@ -162,8 +168,8 @@ fn recorded_above(layer: &LayerInfo) -> Option<SnapshotInfo> {
     if layer.format == Format::Qcow2 { snapshot::recorded_in(&layer.path) } else { None }
 }
 
-fn file_name(layer: &LayerInfo) -> Option<&str> {
-    layer.path.file_name()?.to_str()
+fn file_name(layer: &LayerInfo) -> Option<&OsStr> {
+    layer.path.file_name()
 }
 
 /// A layer below the active one, and what the layers above it do to it.

@@ -97,7 +97,7 @@ pub enum BackingFormat {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecordBacking {
     /// The name, not resolved.
-    pub name: String,
+    pub name: Vec<u8>,
     /// The format, if the header gives one.
     pub format: Option<BackingFormat>,
     /// Where the layer below keeps its own index: what must be known to go on reading there.
@@ -121,7 +121,7 @@ pub struct LayerRecord {
 
 impl LayerRecord {
     fn encode(&self) -> Vec<u8> {
-        let name = self.backing.as_ref().map_or("", |backing| &backing.name);
+        let name = self.backing.as_ref().map_or(&[][..], |backing| &backing.name);
         let mut out = vec![0; pad8(field::NAME + name.len())];
         let len = out.len() as u16;
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
@@ -149,7 +149,7 @@ impl LayerRecord {
         put(field::FILE_LEN, &self.stamp.len.to_le_bytes());
         put(field::MTIME, &self.stamp.mtime_ns.unwrap_or(0).to_le_bytes());
         put(field::DIGEST, &self.digest);
-        put(field::NAME, name.as_bytes());
+        put(field::NAME, name);
         out
     }
 
@@ -226,10 +226,10 @@ fn backing(bytes: &[u8], name_len: usize) -> Result<Option<RecordBacking>, Index
         2 => Home::Sidecar,
         other => return wrong("home", other),
     };
-    match std::str::from_utf8(&bytes[field::NAME..field::NAME + name_len]) {
-        Ok("") => Ok(None),
-        Ok(name) if !name.contains('\0') => Ok(Some(RecordBacking { name: name.to_owned(), format, home })),
-        _ => wrong("backing name", name_len as u64),
+    match &bytes[field::NAME..field::NAME + name_len] {
+        [] => Ok(None),
+        name if name.contains(&0) => wrong("backing name", name_len as u64),
+        name => Ok(Some(RecordBacking { name: name.to_vec(), format, home })),
     }
 }
 

@@ -38,7 +38,7 @@ fn record(name: &str) -> LayerRecord {
             l1_entries: 2,
         }),
         backing: Some(RecordBacking {
-            name: name.to_owned(),
+            name: name.as_bytes().to_vec(),
             format: Some(BackingFormat::Qcow2),
             home: Home::Sidecar,
         }),

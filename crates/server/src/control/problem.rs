@@ -8,6 +8,7 @@ use vmstrata_disk::snapshot::SnapshotFault;
 use vmstrata_disk::{ErrorKind, ResizeFault};
 use vmstrata_export::{nbd, vhost_user};
 use vmstrata_store::FileError;
+use vmstrata_types::path_to_text;
 
 use crate::error::{Error, told};
 use crate::spec::SpecError;
@@ -55,7 +56,7 @@ impl From<Error> for Failure {
             _ => None,
         };
         if let Some(engine) = engine {
-            problem.file = engine.path().map(|path| path.display().to_string());
+            problem.file = engine.path().map(path_to_text);
             problem.layer = engine.layer().map(|layer| layer.get());
             problem.offset = engine.offset().map(|offset| offset.get());
         }

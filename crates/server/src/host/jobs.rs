@@ -1,11 +1,11 @@
 //! Jobs of the host's disks begin, change and end.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_api::{self as api, ChangedBy, JobChange, JobSpec, JobStatus, MergeDirection, RemoveFiles};
 use vmstrata_disk::merge::{Direction, LayerRef, MergeOptions, Removal};
 use vmstrata_disk::{Disk, OpenOptions};
+use vmstrata_types::path_from_text;
 
 use super::Host;
 use crate::audit::What;
@@ -48,11 +48,8 @@ fn layer_ref(layer: &api::LayerRef) -> Result<LayerRef, Error> {
         api::LayerRef::Number(number) => Ok(LayerRef::Number(*number as usize)),
         api::LayerRef::File(path) => {
             check_path("file", path)?;
-            if Path::new(path).is_absolute() {
-                Ok(LayerRef::File(path.into()))
-            } else {
-                Err(SpecError::Relative { path: path.clone() }.into())
-            }
+            let file = Some(path_from_text(path)).filter(|file| file.is_absolute());
+            Ok(LayerRef::File(file.ok_or_else(|| SpecError::Relative { path: path.clone() })?))
         }
     }
 }

@@ -7,6 +7,7 @@ use vmstrata_disk::stats::{DEPTH_BUCKETS, DiskStats, Kind};
 use vmstrata_disk::{Disk, Format, LayerInfo};
 use vmstrata_export::nbd::TlsMode;
 use vmstrata_store::io_uring_refused;
+use vmstrata_types::path_to_text;
 
 use super::{Entry, Host, Phase};
 use crate::error::Error;
@@ -101,7 +102,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
     let stats = disk.map(|disk| disk.stats()).unwrap_or_default();
     api::DiskStatus {
         name: entry.spec.name.clone(),
-        path: entry.spec.path.display().to_string(),
+        path: path_to_text(&entry.spec.path),
         file: disk
             .and_then(|disk| disk.active_file())
             .map(|file| api::FileNumber { device: file.dev, inode: file.ino }),
@@ -131,7 +132,7 @@ fn layers(disk: &Disk) -> u64 {
 fn layer_status(layer: &LayerInfo) -> api::LayerStatus {
     api::LayerStatus {
         index: layer.index.get(),
-        path: layer.path.display().to_string(),
+        path: path_to_text(&layer.path),
         format: match layer.format {
             Format::Qcow2 => api::Format::Qcow2,
             Format::Raw => api::Format::Raw,

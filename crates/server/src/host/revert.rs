@@ -11,12 +11,12 @@
 //!
 //! Invariant: whatever fails, the disk is behind its exports again, with the old content or the new; what cannot be opened waits.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use vmstrata_api::{Event, RevertSpec, SnapshotReverted};
 use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions};
 use vmstrata_disk::{Disk, OpenOptions};
+use vmstrata_types::{path_from_text, path_to_text};
 
 use super::disks::close_and_release;
 use super::exports::State;
@@ -42,7 +42,7 @@ impl Host {
         let open = self.open_options(&spec);
         let prepare = PrepareOptions { format: open.format, ..PrepareOptions::default() };
         let open = OpenOptions { force: asked.force, ..open };
-        let options = RevertOptions { keep: asked.keep.map(PathBuf::from), open, prepare };
+        let options = RevertOptions { keep: asked.keep.as_deref().map(path_from_text), open, prepare };
         if is_read_only {
             return Err(vmstrata_disk::Error::from(vmstrata_disk::ErrorKind::ReadOnly).into());
         }
@@ -54,11 +54,11 @@ impl Host {
         let reverted = reverted?;
         back?;
         self.tell(Event::SnapshotReverted { disk: name.to_owned(), snapshot: asked.snapshot.clone() });
-        let dropped = reverted.dropped.iter().map(|layer| layer.layer.display().to_string());
+        let dropped = reverted.dropped.iter().map(|layer| path_to_text(&layer.layer));
         Ok(SnapshotReverted {
             disk: name.to_owned(),
             snapshot: asked.snapshot,
-            layer: reverted.layer.display().to_string(),
+            layer: path_to_text(&reverted.layer),
             dropped_layers: dropped.collect(),
         })
     }
@@ -162,7 +162,7 @@ mod tests {
         let [path, aside, socket] = ["a.qcow2", "aside", "a.sock"].map(|name| dir.path().join(name));
         create(&path, &CreateOptions { size: Some(1 << 20), ..CreateOptions::default() }).unwrap();
         let host = Host::new(&Options::default(), dir.path().to_owned()).unwrap();
-        let text = |path: &PathBuf| path.to_str().unwrap().to_owned();
+        let text = |path: &std::path::Path| path.to_str().unwrap().to_owned();
         let spec: DiskSpec = api::DiskSpec { path: text(&path), ..Default::default() }.try_into().unwrap();
         host.add_disk(spec.clone()).unwrap();
         let export = api::VhostUserSpec { disk: "a".into(), socket: text(&socket), ..Default::default() };

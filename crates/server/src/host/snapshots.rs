@@ -1,12 +1,12 @@
 //! Snapshots of disks that are served. A snapshot is answered when it is on stable storage; what is left to do then is done
 //! on a thread of its own, or by the next change of the disk.
 
-use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 
 use vmstrata_api::{Event, Quiesce, SnapshotLayer, SnapshotSpec, SnapshotTaken};
 use vmstrata_disk::snapshot::{SnapshotInfo, now_ns};
 use vmstrata_disk::{Disk, Taken, Together};
+use vmstrata_types::{path_from_text, path_to_text};
 
 use super::quiesce::{WithAgent, longest_label, quiesce};
 use super::retention::Due;
@@ -59,7 +59,7 @@ impl Host {
         let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();
         let told = |(disk, taken): (String, Taken)| {
             self.tell(Event::SnapshotTaken { disk: disk.clone(), snapshot: info.name.clone() });
-            SnapshotLayer { disk, layer: taken.layer.display().to_string(), was_raw: taken.was_raw }
+            SnapshotLayer { disk, layer: path_to_text(&taken.layer), was_raw: taken.was_raw }
         };
         let disks = asked.disks.into_iter().zip(taken).map(told).collect();
         thawed?;
@@ -76,7 +76,7 @@ impl Host {
 impl Table {
     /// The disks of a snapshot, and the agents of their guests.
     fn with_agents(&self, asked: &SnapshotSpec) -> Result<(Vec<Lent>, Vec<WithAgent>), Error> {
-        let of_all = asked.agent.as_ref().map(PathBuf::from);
+        let of_all = asked.agent.as_deref().map(path_from_text);
         let served = |name: &String| {
             let (spec, disk) = self.lend(name, "having a snapshot taken")?;
             let agent = of_all.as_ref().or(spec.agent.as_ref());

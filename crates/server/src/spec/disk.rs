@@ -7,6 +7,7 @@ use vmstrata_api as api;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
 use vmstrata_disk::{DetectZeroes, Format, Limits};
 use vmstrata_store::CacheMode;
+use vmstrata_types::{path_from_text, path_to_text};
 
 use super::{SpecError, check_name, check_path, limits_of, shown_limits, stem};
 
@@ -98,7 +99,7 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             }
             (Some(snapshot), Some(clone)) => {
                 let called = stem(&clone);
-                (clone, called, Some(CloneOf { disk: asked.path.into(), snapshot }))
+                (clone, called, Some(CloneOf { disk: path_from_text(&asked.path), snapshot }))
             }
         };
         let name = asked.name.map_or(called, Ok)?;
@@ -116,12 +117,12 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             api::Format::Qcow2 => Format::Qcow2,
             api::Format::Raw => Format::Raw,
         });
-        let agent = asked.agent.map(PathBuf::from);
+        let agent = asked.agent.as_deref().map(path_from_text);
         let keep = asked.keep.map(|keep| keep.parse()).transpose()?;
         let limits = limits_of(&asked.limits)?;
-        let backing = asked.backing.map(|backing| backing.into_iter().map(PathBuf::from).collect());
+        let backing = asked.backing.map(|backing| backing.iter().map(|path| path_from_text(path)).collect());
         Ok(Self {
-            path: path.into(),
+            path: path_from_text(&path),
             name,
             read_only,
             force: asked.force,
@@ -139,10 +140,11 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
 
 impl From<&DiskSpec> for api::DiskSpec {
     fn from(spec: &DiskSpec) -> Self {
-        let text = |path: &Path| path.display().to_string();
         let (path, at, clone) = match &spec.clone_of {
-            Some(CloneOf { disk, snapshot }) => (text(disk), Some(snapshot.clone()), Some(text(&spec.path))),
-            None => (text(&spec.path), None, None),
+            Some(CloneOf { disk, snapshot }) => {
+                (path_to_text(disk), Some(snapshot.clone()), Some(path_to_text(&spec.path)))
+            }
+            None => (path_to_text(&spec.path), None, None),
         };
         Self {
             path,
@@ -160,9 +162,12 @@ impl From<&DiskSpec> for api::DiskSpec {
             }),
             at,
             clone,
-            agent: spec.agent.as_deref().map(text),
+            agent: spec.agent.as_deref().map(path_to_text),
             keep: spec.keep.as_ref().map(Keep::to_string),
-            backing: spec.backing.as_ref().map(|backing| backing.iter().map(|path| text(path)).collect()),
+            backing: spec
+                .backing
+                .as_ref()
+                .map(|backing| backing.iter().map(|path| path_to_text(path)).collect()),
             limits: shown_limits(spec.limits),
         }
     }
@@ -254,6 +259,7 @@ mod tests {
         for asked in [
             rules.clone(),
             api::DiskSpec { at: text("mon"), read_only: true, ..rules.clone() },
+            api::DiskSpec { path: "file:///vms/w%FF.qcow2".to_owned(), at: text("mon"), ..rules.clone() },
             api::DiskSpec { at: text("mon"), clone: text("/ci/42.qcow2"), name: text("ci"), ..rules },
         ] {
             let spec = DiskSpec::try_from(asked).unwrap();

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use vmstrata_store::FileId;
+use vmstrata_types::path_to_text;
 
 use crate::image::Image;
 use crate::limits;
@@ -105,6 +106,6 @@ impl Found {
     /// What was left out for this reason.
     pub(crate) fn omitted(&self, what: LeftOut) -> Omitted {
         let (count, paths) = &self.left_out[what as usize];
-        Omitted { count: *count, paths: paths.iter().map(|path| path.display().to_string()).collect() }
+        Omitted { count: *count, paths: paths.iter().map(|path| path_to_text(path)).collect() }
     }
 }

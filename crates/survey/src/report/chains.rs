@@ -1,6 +1,7 @@
 //! Chains and layers, as the report has them.
 
 use serde::Serialize;
+use vmstrata_types::path_to_text;
 
 use crate::deep::LayerUse;
 use crate::graph::Graph;
@@ -84,7 +85,7 @@ pub(super) fn chains(graph: &Graph<'_>) -> Vec<Chain> {
 fn chain(graph: &Graph<'_>, top: usize) -> Chain {
     let (image, stack) = (&graph.images[top], &graph.stacks[top]);
     Chain {
-        path: image.path.display().to_string(),
+        path: path_to_text(&image.path),
         top,
         known: image.fault.is_none(),
         virtual_size: image.virtual_size,
@@ -104,7 +105,7 @@ pub(super) fn layers(graph: &Graph<'_>, deep: Option<&[Option<LayerUse>]>) -> Ve
     let longest = longest_chains(graph);
     let mut names = snapshot_names(graph);
     let layers = graph.images.iter().enumerate().map(|(at, image)| Layer {
-        path: image.path.display().to_string(),
+        path: path_to_text(&image.path),
         format: match (&image.qcow2, &image.fault) {
             (Some(_), _) => "qcow2",
             (None, None) => "raw",

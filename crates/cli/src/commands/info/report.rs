@@ -6,6 +6,7 @@ use vmstrata_qcow2::bitmap::{Bitmap, BitmapFlags};
 use vmstrata_qcow2::header::Header;
 use vmstrata_qcow2::snapshot::Snapshot;
 use vmstrata_qcow2::{Compatible, CompressionType, Incompatible};
+use vmstrata_types::path_to_text;
 
 /// An image and its chain.
 #[derive(Debug, Serialize)]
@@ -182,7 +183,7 @@ impl Layer {
         let dirty = header.is_some_and(|header| header.incompatible.contains(Incompatible::DIRTY));
         Self {
             layer: Some(layer),
-            filename: head.path.display().to_string(),
+            filename: path_to_text(&head.path),
             format: match head.format {
                 Format::Raw => "raw",
                 Format::Qcow2 => "qcow2",
@@ -191,8 +192,8 @@ impl Layer {
             actual_size: head.allocated_bytes,
             cluster_size: header.map(|header| header.cluster_bits.size()),
             dirty_flag: dirty,
-            backing_filename: head.backing_name.clone(),
-            full_backing_filename: head.backing_path.as_ref().map(|path| path.display().to_string()),
+            backing_filename: head.backing_name.as_ref().map(|name| name.to_string_lossy().into_owned()),
+            full_backing_filename: head.backing_path.as_deref().map(path_to_text),
             backing_filename_format: head.backing_format.clone(),
             snapshots: head.snapshots.iter().map(SnapshotInfo::new).collect(),
             format_specific: header

@@ -10,9 +10,10 @@ use vmstrata_api::{
 };
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_store::FileId;
+use vmstrata_types::{path_from_text, path_to_text};
 
+use super::note;
 use super::report::{Reverted, Taken, TakenOne};
-use super::{note, text};
 use crate::args::{
     ControlArgs, FlattenArgs, MergeArgs, Quiesce, SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotRevertArgs,
 };
@@ -82,7 +83,7 @@ impl Live {
         let layers = self.disks.iter().zip(&taken.disks);
         if args.access.common.json {
             let one = |((disk, _), layer): (&(PathBuf, String), &vmstrata_api::SnapshotLayer)| {
-                TakenOne::named(text(disk), layer.layer.clone(), layer.was_raw)
+                TakenOne::named(path_to_text(disk), layer.layer.clone(), layer.was_raw)
             };
             let snapshots = layers.map(one).collect();
             return Ok(print_json(&Taken::new(info, snapshots).live(&taken))?);
@@ -122,7 +123,7 @@ impl Live {
             taken_ns: Some(info.taken_ns),
             labels: info.labels.iter().cloned().collect(),
             group: info.group.clone(),
-            agent: agent.as_deref().map(text),
+            agent: agent.as_deref().map(path_to_text),
             quiesce: quiesce.map(Into::into),
             convert_raw,
         };
@@ -162,8 +163,11 @@ impl Live {
     /// What the server says.
     pub fn revert(&self, args: &SnapshotRevertArgs) -> Result<()> {
         let keep = args.keep.as_deref().map(std::path::absolute).transpose()?;
-        let asked =
-            RevertSpec { snapshot: args.name.clone(), keep: keep.as_deref().map(text), force: args.force };
+        let asked = RevertSpec {
+            snapshot: args.name.clone(),
+            keep: keep.as_deref().map(path_to_text),
+            force: args.force,
+        };
         let path = format!("/v1/disks/{}/revert", vmstrata_api::encode_segment(&self.disks[0].1));
         let done: SnapshotReverted = self.client.post(&path, &asked)?;
         Reverted::new(args, done.layer, done.dropped_layers).tell(args.access.common.json)
@@ -174,7 +178,7 @@ impl Live {
         if json {
             return Ok(print_json(&job)?);
         }
-        let disk = text(&self.disks[0].0);
+        let disk = path_to_text(&self.disks[0].0);
         let mut text = line(&disk, done, job.bytes, job.removed.unwrap_or_default());
         // Files that stay, and why.
         text.extend(job.error.map(|kept| kept + "\n"));
@@ -224,8 +228,8 @@ pub fn is_file_of(served: &DiskStatus, disk: &Path) -> bool {
     }
     // It gets another file at each snapshot, and the server may have said which before or after; the file system stays.
     let may_be = served.file.is_none_or(|active| active.device == file.device);
-    let path = Path::new(&served.path);
-    may_be && path.is_absolute() && number_of(path) == Some(file)
+    let path = path_from_text(&served.path);
+    may_be && path.is_absolute() && number_of(&path) == Some(file)
 }
 
 fn number_of(path: &Path) -> Option<FileNumber> {

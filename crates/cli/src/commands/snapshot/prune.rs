@@ -3,8 +3,9 @@
 use anyhow::Result;
 use serde::Serialize;
 use vmstrata_disk::snapshot::{Pruning, list, now_ns};
+use vmstrata_types::path_to_text;
 
-use super::{run_delete, text};
+use super::run_delete;
 use crate::args::{SnapshotDeleteArgs, SnapshotPruneArgs};
 use crate::output::{answer, counted};
 
@@ -34,7 +35,7 @@ pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
     let snapshots = list(&args.disk, &args.access.common.open())?;
     let Pruning { keep, delete, with_memory, held, misdated } =
         Pruning::of(&snapshots, &args.keep, &args.label, now_ns());
-    let plan = Plan { disk: text(&args.disk), keep, delete, with_memory, held, misdated };
+    let plan = Plan { disk: path_to_text(&args.disk), keep, delete, with_memory, held, misdated };
     if args.dry_run || plan.delete.is_empty() {
         return plan.tell(args);
     }

@@ -6,9 +6,8 @@ use std::path::Path;
 use serde::Serialize;
 use vmstrata_api::SnapshotTaken;
 use vmstrata_disk::snapshot::{Created, Snapshot, SnapshotInfo};
-use vmstrata_types::time;
+use vmstrata_types::{path_to_text, time};
 
-use super::text;
 use crate::args::{SnapshotCloneArgs, SnapshotHoldArgs, SnapshotRevertArgs};
 use crate::commands::gc::LeftOver;
 use crate::output::{Table, answer, counted};
@@ -45,7 +44,7 @@ pub struct TakenOne {
 impl TakenOne {
     /// From the engine's answer.
     pub fn new(created: &Created) -> Self {
-        Self::named(text(&created.disk), text(&created.layer), created.was_raw)
+        Self::named(path_to_text(&created.disk), path_to_text(&created.layer), created.was_raw)
     }
 
     /// From what a server says.
@@ -83,7 +82,7 @@ pub struct Listed<'a> {
 impl<'a> Listed<'a> {
     /// Those of `disk`, and what it left behind.
     pub fn new(disk: &Path, snapshots: &'a [Snapshot], left_over: Option<Vec<LeftOver>>) -> Self {
-        Self { disk: text(disk), snapshots: snapshots.iter().map(Row::new).collect(), left_over }
+        Self { disk: path_to_text(disk), snapshots: snapshots.iter().map(Row::new).collect(), left_over }
     }
 }
 
@@ -129,7 +128,7 @@ impl<'a> Row<'a> {
             holds: snapshot.holds().unwrap_or_default(),
             group: info.and_then(|info| info.group.as_deref()),
             cloned_from: snapshot.origin.as_deref(),
-            layer: text(&snapshot.layer),
+            layer: path_to_text(&snapshot.layer),
             format: snapshot.format.to_string(),
             depth: snapshot.depth,
             number: snapshot.number,
@@ -199,7 +198,7 @@ pub struct Holding {
 impl Holding {
     /// The hold that was asked for.
     pub fn new(args: &SnapshotHoldArgs, held: bool) -> Self {
-        Self { disk: text(&args.disk), snapshot: args.name.clone(), tag: args.tag.clone(), held }
+        Self { disk: path_to_text(&args.disk), snapshot: args.name.clone(), tag: args.tag.clone(), held }
     }
 
     /// Prints it.
@@ -228,10 +227,10 @@ impl Reverted {
     /// What was asked, and what was done.
     pub fn new(args: &SnapshotRevertArgs, layer: String, dropped_layers: Vec<String>) -> Self {
         Self {
-            disk: text(&args.disk),
+            disk: path_to_text(&args.disk),
             snapshot: args.name.clone(),
             layer,
-            kept: args.keep.as_deref().map(text),
+            kept: args.keep.as_deref().map(path_to_text),
             dropped_layers,
         }
     }
@@ -269,8 +268,8 @@ pub struct Cloned {
 impl Cloned {
     /// What was asked, and where it stands.
     pub fn new(args: &SnapshotCloneArgs, layer: &Path) -> Self {
-        let (disk, clone) = (text(&args.disk), text(&args.output));
-        Self { disk, snapshot: args.name.clone(), clone, layer: text(layer) }
+        let (disk, clone) = (path_to_text(&args.disk), path_to_text(&args.output));
+        Self { disk, snapshot: args.name.clone(), clone, layer: path_to_text(layer) }
     }
 
     /// The same in words.

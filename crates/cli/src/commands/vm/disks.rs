@@ -15,6 +15,7 @@ use vmstrata_memory::BoxError;
 use vmstrata_memory::capture::Disks;
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::DiskState;
+use vmstrata_types::path_from_text;
 
 use crate::args::{MergeDirection, MergeHowArgs};
 use crate::client::Client;
@@ -142,7 +143,7 @@ impl ServedDisks {
         for disk in served.disks.iter().filter(|disk| self.spec.disks.contains(&disk.name)) {
             // Headers only, of a chain that the server has found fit to open, wherever its layers are.
             let open = OpenOptions { allow_backing: vec!["/".into()], ..OpenOptions::default() };
-            let known = snapshot::list(Path::new(&disk.path), &open)?;
+            let known = snapshot::list(&path_from_text(&disk.path), &open)?;
             let infos = known.iter().filter_map(|snapshot| snapshot.info.as_ref());
             if infos
                 .clone()
@@ -219,8 +220,9 @@ impl Disks for ServedDisks {
 /// What the server says.
 pub(super) fn layer_directories(client: &Client, disk: &str) -> Result<Vec<PathBuf>> {
     let detail: DiskDetail = client.get(&format!("/v1/disks/{}", encode_segment(disk)))?;
-    let parents = detail.chain.iter().filter_map(|layer| Path::new(&layer.path).parent());
-    let mut directories: Vec<PathBuf> = parents.map(Path::to_owned).collect();
+    let parents =
+        detail.chain.iter().filter_map(|layer| Some(path_from_text(&layer.path).parent()?.to_owned()));
+    let mut directories: Vec<PathBuf> = parents.collect();
     directories.sort();
     directories.dedup();
     Ok(directories)

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use vmstrata_disk::{Disk, Extent, OpenOptions, ResourceOptions, Resources, snapshot};
@@ -10,7 +10,7 @@ use vmstrata_memory::BoxError;
 use vmstrata_memory::disk::{OpenDisk, ReadDisk};
 use vmstrata_memory::vault::DiskState;
 use vmstrata_store::Segment;
-use vmstrata_types::{GuestOffset, GuestRange, LayerIndex};
+use vmstrata_types::{GuestOffset, GuestRange, LayerIndex, path_from_text, path_to_text};
 
 use crate::args::BackingArgs;
 use crate::commands::states::explain;
@@ -39,7 +39,7 @@ impl States {
 
 impl OpenDisk for States {
     fn open(&self, state: &DiskState) -> Result<Box<dyn ReadDisk>, BoxError> {
-        let found = snapshot::find(Path::new(&state.disk), &state.snapshot, &self.options);
+        let found = snapshot::find(&path_from_text(&state.disk), &state.snapshot, &self.options);
         let found = found.map_err(|error| explain(&error))?;
         let (format, options) = (Some(found.format), self.options.clone());
         let options = OpenOptions { format, format_is_exact: true, ..options };
@@ -104,7 +104,7 @@ pub(super) fn moved(states: &[DiskState], files: &[PathBuf]) -> anyhow::Result<V
         "the snapshot has {has} disks (see `vmstrata vm show`), and --disk names {named}"
     );
     let state = |(state, file): (&DiskState, &PathBuf)| DiskState {
-        disk: file.display().to_string(),
+        disk: path_to_text(file),
         snapshot: state.snapshot.clone(),
     };
     Ok(states.iter().zip(files).map(state).collect())

@@ -1,5 +1,6 @@
 //! The note itself: what is in it, where it lies, and how it is written and read.
 
+use std::ffi::OsString;
 use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
@@ -47,7 +48,8 @@ pub(in crate::merging) struct LeftNote {
 #[serde(deny_unknown_fields)]
 pub(in crate::merging) struct Intent {
     /// In the note's directory.
-    pub(in crate::merging) name: String,
+    #[serde(with = "crate::file_name")]
+    pub(in crate::merging) name: OsString,
     pub(super) dev: u64,
     pub(super) ino: u64,
     len: u64,
@@ -57,7 +59,7 @@ pub(in crate::merging) struct Intent {
 impl Intent {
     /// `None` for a name that no note can have, and for a file that cannot be examined.
     pub(in crate::merging) fn of(path: &Path) -> Option<Self> {
-        let name = path.file_name()?.to_str()?.to_owned();
+        let name = path.file_name()?.to_owned();
         let FileIdentity { file: FileId { dev, ino }, len, mtime_ns, .. } = identity(path).ok()?;
         Some(Self { name, dev, ino, len, mtime_ns })
     }

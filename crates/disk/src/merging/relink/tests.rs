@@ -40,7 +40,7 @@ fn head(store: &MemoryStore) -> Qcow2Head {
 }
 
 fn below(number: usize) -> Below {
-    let name = "x".repeat(number * 37 % 90 + 1) + ".qcow2";
+    let name = ("x".repeat(number * 37 % 90 + 1) + ".qcow2").into();
     let format = if number.is_multiple_of(3) { Format::Raw } else { Format::Qcow2 };
     let record = (number % 4 != 1).then(|| record(&"n".repeat(number * 13 % 80 + 1)));
     Below { name, format, record }
@@ -94,7 +94,7 @@ fn a_header_can_come_to_name_nothing() {
 fn what_does_not_fit_is_refused() {
     let store = image(9, "base.qcow2", None);
     let before = store.to_vec();
-    let long = Below { name: "x".repeat(400), format: Format::Qcow2, record: None };
+    let long = Below { name: "x".repeat(400).into(), format: Format::Qcow2, record: None };
     let refused = Relink::plan(&store, &head(&store).header, Some(&long)).unwrap_err();
     assert!(refused.to_string().contains("no room"), "{refused}");
     assert_eq!(store.to_vec(), before);

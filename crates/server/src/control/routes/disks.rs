@@ -7,6 +7,7 @@ use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::{Extension, Json};
 use vmstrata_api::{ChangedBy, DiskDetail, DiskLimits, DiskList, DiskSpec, SizeChange, SizeSpec};
+use vmstrata_types::path_to_text;
 
 use super::{Removal, Segment, apart, changing};
 use crate::audit::What;
@@ -47,7 +48,7 @@ pub(in crate::control) async fn add(
     Body(asked): Body<DiskSpec>,
 ) -> Result<impl IntoResponse, Failure> {
     let asked = spec::DiskSpec::try_from(asked).map_err(Error::from)?;
-    let what = What::of("disk_add", [asked.name.clone()]).object(asked.path.display().to_string());
+    let what = What::of("disk_add", [asked.name.clone()]).object(path_to_text(&asked.path));
     let add = move |host: &Host, _: &mut What| {
         let name = asked.name.clone();
         host.add_disk(asked)?;

@@ -18,6 +18,7 @@ use vmstrata_memory::qmp::{Qmp, QmpError};
 use vmstrata_memory::restore::lazy::detach;
 use vmstrata_memory::vault::{VaultError, Which};
 use vmstrata_store::{Access, FileError, FileOptions, FileStore, LockError, Place};
+use vmstrata_types::path_from_text;
 
 use super::super::{PATIENCE, disks::ServedDisks, store};
 use crate::args::{ControlArgs, VaultArgs};
@@ -172,8 +173,9 @@ impl Clone {
             return Ok(false);
         }
         let served: DiskList = client.get("/v1/disks")?;
-        let is_it =
-            |name: &str, path: &str| self.served.as_deref() == Some(name) && Path::new(path) == self.file;
+        let is_it = |name: &str, path: &str| {
+            self.served.as_deref() == Some(name) && path_from_text(path) == self.file
+        };
         Ok(served.disks.iter().any(|disk| is_it(&disk.name, &disk.path)))
     }
 }

@@ -18,6 +18,7 @@ use vmstrata_disk::{OpenOptions, own_clusters, snapshot};
 use vmstrata_memory::restore::{Pair, edit};
 use vmstrata_memory::vault::{DiskState, Info};
 use vmstrata_store::{FileId, Gate};
+use vmstrata_types::{path_from_text, path_to_text};
 
 use super::super::disks::{is_export, layer_directories};
 use super::super::guard::{Clone, Undo};
@@ -71,7 +72,7 @@ impl<'a> GuestDisks<'a> {
             exports = client.get::<ExportList>("/v1/exports")?.exports;
         }
         let disk = |state: DiskState| {
-            let path = Path::new(&state.disk);
+            let path = &path_from_text(&state.disk);
             let served = served.iter().find(|served| is_file_of(served, path)).cloned();
             let way = find_way(&args.qemu, path, served.as_ref(), &exports);
             Disk { state, way, served }
@@ -118,7 +119,7 @@ impl<'a> GuestDisks<'a> {
             newer => format!("{} taken since: {}", counted(newer.len() as u64, "snapshot"), newer.join(", ")),
         };
         let name = &disk.state.snapshot;
-        let keep = unused(Path::new(path), None, &format!("before-{name}"));
+        let keep = unused(&path_from_text(path), None, &format!("before-{name}"));
         let revert = ["snapshot", "revert", path, name, "--keep", &keep.to_string_lossy()].map(shell_quote);
         Some(format!(
             "{path} is not as {} left it: {why}\n  vmstrata {}   puts it back, and keeps what it is now; or start the guest on clones with --clone-disks",
@@ -142,7 +143,7 @@ impl<'a> GuestDisks<'a> {
     /// The snapshots of a disk that are newer than its state, which is in its chain.
     fn newer(&self, disk: &Disk) -> Result<Vec<String>> {
         let DiskState { disk: path, snapshot: name } = &disk.state;
-        let snapshots = snapshot::list(Path::new(path), &self.options(disk)?)?;
+        let snapshots = snapshot::list(&path_from_text(path), &self.options(disk)?)?;
         let is_it = |found: &snapshot::Snapshot| {
             let info = found.info.as_ref();
             info.is_some_and(|info| info.name == *name && info.taken_ns == self.info.taken_ns)
@@ -161,7 +162,7 @@ impl<'a> GuestDisks<'a> {
     /// What was written to a disk since it stands on its newest snapshot.
     fn written(&self, disk: &Disk) -> Result<Option<String>> {
         let mut clusters = 0;
-        own_clusters(Path::new(&disk.state.disk), &Gate::unrestricted(), |_| clusters += 1)?;
+        own_clusters(&path_from_text(&disk.state.disk), &Gate::unrestricted(), |_| clusters += 1)?;
         if clusters > 0 {
             return Ok(Some(format!("{} written since", counted(clusters, "cluster"))));
         }
@@ -210,8 +211,8 @@ impl<'a> GuestDisks<'a> {
             let Some(way) = &disk.way else { bail!("{}", self.not_used(disk)) };
             self.newer(disk)?;
             let (changed, file) = self.clone_one(disk, way, dir, ending)?;
-            qemu = replaced(&qemu, Path::new(&disk.state.disk), way, &changed);
-            files.push(crate::audit::text(&file));
+            qemu = replaced(&qemu, &path_from_text(&disk.state.disk), way, &changed);
+            files.push(absolute(&file));
         }
         Ok((qemu, files))
     }
@@ -227,8 +228,8 @@ impl<'a> GuestDisks<'a> {
         let DiskState { disk: path, snapshot: name } = &disk.state;
         let mut tries = 0;
         let (file, added) = loop {
-            let free = unused(Path::new(path), dir, &format!("{name}.clone"));
-            let file = PathBuf::from(absolute(&free));
+            let free = unused(&path_from_text(path), dir, &format!("{name}.clone"));
+            let file = path_from_text(&absolute(&free));
             tries += 1;
             match self.make_clone(disk, way, &file, ending) {
                 // Nothing is left of a clone that failed: another process took the name first.
@@ -238,7 +239,7 @@ impl<'a> GuestDisks<'a> {
         };
         let changed = match (way, &disk.served, added) {
             (Way::Export(export), Some(served), Some(added)) => self.lead_to(export, &served.name, &added)?,
-            _ => Changed { to: file.display().to_string(), export: String::new() },
+            _ => Changed { to: path_to_text(&file), export: String::new() },
         };
         eprintln!("vmstrata: {}: clone of {path} at {name}, the guest's disk from now on", file.display());
         Ok((changed, file))
@@ -257,7 +258,7 @@ impl<'a> GuestDisks<'a> {
         match (way, &disk.served) {
             (Way::File, _) | (_, None) => {
                 ending.undo(clone(None, false))?;
-                let made = snapshot::clone(Path::new(path), name, file, &self.options(disk)?);
+                let made = snapshot::clone(&path_from_text(path), name, file, &self.options(disk)?);
                 // The file may be another's.
                 made.or_else(|error| ending.change(None).and(Err(error.into())))?;
                 Ok(None)
@@ -284,11 +285,11 @@ impl<'a> GuestDisks<'a> {
     ) -> Result<String> {
         let mut backing = layer_directories(&self.client, &served.name)?;
         backing.extend(file.parent().map(Path::to_owned));
-        let backing = backing.iter().map(|dir| dir.display().to_string()).collect();
+        let backing = backing.iter().map(|dir| path_to_text(dir)).collect();
         let spec = DiskSpec {
             path: served.path.clone(),
             at: Some(name.to_owned()),
-            clone: Some(file.display().to_string()),
+            clone: Some(path_to_text(file)),
             backing: Some(backing),
             name: Some(name_there),
             ..DiskSpec::default()
