@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use vmstrata_store::OpenStore;
 use vmstrata_types::{HostOffset, LayerIndex};
 
@@ -20,12 +21,37 @@ pub(crate) struct Absent {
 
 impl Absent {
     /// Has it come here, and calls `then` with what became of that. Waits for nothing.
-    pub(crate) fn fetch(self, then: impl FnOnce(Result<()>) + Send + 'static) {
+    fn fetch(self, then: impl FnOnce(Result<()>) + Send + 'static) {
         let Self { file, path, layer, at, len } = self;
         let named = move |fetched: std::io::Result<()>| {
             let fetched = fetched.while_trying("fetch");
             then(fetched.map_err(|error| error.at(at).in_layer(layer).in_file(&path)));
         };
         file.fetch().expect("its bytes may be absent").fetch(at, len, Box::new(named));
+    }
+}
+
+/// Has all pieces come here, at the same time, and then calls `then`, with the first failure if there is any. Waits for nothing.
+///
+/// # Panics
+/// When there are none.
+pub(crate) fn fetch_all(pieces: Vec<Absent>, then: impl FnOnce(Result<()>) + Send + 'static) {
+    assert!(!pieces.is_empty(), "nothing to wait for");
+    let waiting = Arc::new(Mutex::new((pieces.len(), Ok(()), Some(then))));
+    for piece in pieces {
+        let waiting = Arc::clone(&waiting);
+        piece.fetch(move |fetched| {
+            let mut waiting = waiting.lock();
+            let (left, all, then) = &mut *waiting;
+            *left -= 1;
+            if all.is_ok() {
+                *all = fetched;
+            }
+            if *left == 0 {
+                let (all, then) = (std::mem::replace(all, Ok(())), then.take());
+                drop(waiting);
+                then.expect("the last comes once")(all);
+            }
+        });
     }
 }

@@ -365,18 +365,27 @@ impl Disk {
     }
 }
 
+impl Disk {
+    fn may_be_absent(&self) -> bool {
+        self.resources.files().opener().may_be_absent()
+    }
+}
+
 impl CarryOut for Disk {
     fn check(&self, request: &Request) -> Result<()> {
         self.check(request)
     }
 
-    fn absent(&self, request: &Request) -> Option<Absent> {
-        if request.op != Op::Read || !self.resources.files().opener().may_be_absent() {
-            return None;
+    fn absent(&self, request: &Request) -> Vec<Absent> {
+        if !self.may_be_absent() {
+            return Vec::new();
         }
-        let _guard = self.epochs.enter();
-        self.check(request).ok()?;
-        self.layers_now().absent_in(request.range)
+        // A flush goes on while the disk is drained.
+        let _guard = if request.op == Op::Flush { self.epochs.guard() } else { self.epochs.enter() };
+        match self.check(request) {
+            Ok(()) => self.layers_now().absent_for(request),
+            Err(_) => Vec::new(),
+        }
     }
 
     fn run(&self, request: &Request) -> Result<()> {
@@ -464,7 +473,19 @@ impl Disk {
     /// As [`Disk::flush`], checked. What cannot be copied up, because what lies below it cannot be read, stays in memory and in
     /// the journal; all else is on stable storage even then.
     pub(super) fn commit(&self) -> Result<()> {
-        let completed = self.complete_all();
+        self.commit_completed(self.complete_all())
+    }
+
+    /// As [`Disk::commit`], but that copy-ups of bytes that are elsewhere stay deferred: who asks serves all disks.
+    fn commit_what_is_here(&self) -> Result<()> {
+        let layers = arc_swap::Guard::into_inner(self.layers_now());
+        self.commit_completed(layers.complete_each(&|cluster| match &layers.top {
+            Top::Qcow2(active) if self.may_be_absent() && !layers.is_here_below(active, cluster) => Ok(()),
+            _ => self.complete_one(&layers, cluster),
+        }))
+    }
+
+    fn commit_completed(&self, completed: Result<(), Incomplete>) -> Result<()> {
         if let Err(Incomplete::Own(error)) = completed {
             return Err(self.fail_if_fatal(error));
         }
@@ -528,10 +549,15 @@ impl Disk {
 
 impl Maintained for Disk {
     fn deferred(&self) -> Vec<u64> {
-        match &self.layers_now().top {
-            Top::Qcow2(active) => active.changes.partials_to_copy(),
-            Top::Raw(_) | Top::Frozen => Vec::new(),
+        let layers = self.layers_now();
+        let Top::Qcow2(active) = &layers.top else { return Vec::new() };
+        let mut clusters = active.changes.partials_to_copy();
+        if self.may_be_absent() {
+            // A flush has the rest fetched. Who asks serves all disks.
+            let _guard = self.epochs.guard();
+            clusters.retain(|&cluster| layers.is_here_below(active, cluster));
         }
+        clusters
     }
 
     fn copy_up_some<'a>(&self, clusters: &'a [u64], until: Instant) -> &'a [u64] {
@@ -574,7 +600,7 @@ impl Maintained for Disk {
         }
         if active.changes.waited(age) {
             // The first failure was logged; the commit does what it can.
-            let _ = self.commit();
+            let _ = self.commit_what_is_here();
         }
         if self.state.service() == Service::Open {
             self.reclaim(active);

@@ -101,8 +101,6 @@ struct Slot {
     failed: bool,
     /// Present while the request writes whole blocks around the page cache.
     writing: Option<Phase>,
-    /// Whether it waits for bytes that are elsewhere; `parts_left` counts those.
-    is_absent: bool,
     /// What a read will have brought into the host's memory.
     fetches: Option<Fetch>,
 }
@@ -277,7 +275,6 @@ impl IoQueue {
             begun: self.begun,
             parts_left,
             failed: false,
-            is_absent: false,
             writing: None,
             fetches: None,
         };
@@ -296,10 +293,20 @@ impl IoQueue {
 
     /// Has a worker carry `request` out: all of what the slot is about, or a part of it.
     fn hand_over(&mut self, slot: u32, request: Request) {
+        self.send_job(slot, request, true);
+    }
+
+    /// Has a worker do what it can of a request, for which some bytes cannot be had.
+    #[cold]
+    fn send_whatever_is_absent(&mut self, slot: u32) {
+        let request = self.slots[slot as usize].request.clone().expect("a slot in use has a request");
+        self.send_job(slot, request, false);
+    }
+
+    fn send_job(&mut self, slot: u32, request: Request, fetches: bool) {
         self.at_workers += 1;
         let (disk, reply_to) = (Arc::clone(&self.disk), Arc::clone(&self.mailbox));
-        let job = Job { disk, request, slot, reply_to };
-        self.disk.resources.workers().send(job);
+        self.disk.resources.workers().send(Job { disk, request, slot, fetches, reply_to });
     }
 
     /// Hands everything pushed to the kernel, in one call if it takes any, and carries out what it is not needed for.
@@ -428,15 +435,11 @@ impl IoQueue {
             self.mailbox.take(&mut replies);
             self.at_workers -= replies.len();
             for (slot, reply) in replies.drain(..) {
-                let Slot { parts_left, is_absent, .. } = self.slots[slot as usize];
+                let is_part = self.slots[slot as usize].parts_left > 0;
                 match reply {
-                    Reply::Fetched(fetched) if is_absent || parts_left == 0 => {
-                        self.fetched(slot, fetched, out);
-                    }
-                    reply if parts_left > 0 => {
-                        self.part_done(slot, matches!(reply, Reply::Ended(Ok(()))), out)
-                    }
-                    Reply::Ended(result) | Reply::Fetched(result) => out.push(self.release(slot, result)),
+                    reply if is_part => self.part_done(slot, matches!(reply, Reply::Ended(Ok(()))), out),
+                    Reply::Fetched(fetched) => self.fetched(slot, fetched, out),
+                    Reply::Ended(result) => out.push(self.release(slot, result)),
                 }
             }
             self.replies = replies;

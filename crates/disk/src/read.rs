@@ -1,12 +1,11 @@
 //! Reading, one request at a time: runs from the map, bytes from the files.
 
-use std::sync::Arc;
+mod absent;
 
 use vmstrata_qcow2::{L2Entry, RawEntry};
-use vmstrata_store::{OpenStore, Segment, Store, copy_from_slice, fill_zero, slice, total_len};
+use vmstrata_store::{Segment, Store, copy_from_slice, fill_zero, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
 
-use crate::absent::Absent;
 use crate::active::Active;
 use crate::compressed::Key;
 use crate::disk::Disk;
@@ -208,35 +207,5 @@ impl Layers {
                 .map(drop)
                 .map_err(|error| error.in_layer(active.index).in_file(&active.path)),
         }
-    }
-}
-
-impl Layers {
-    /// What a piece of a layer lacks; `None` if all of it is here.
-    pub(crate) fn absent_piece(
-        &self,
-        file: &Arc<OpenStore>,
-        layer: LayerIndex,
-        at: HostOffset,
-        len: u64,
-    ) -> Option<Absent> {
-        let lacks = file.may_be_absent() && !file.fetch().is_some_and(|fetch| fetch.is_here(at, len));
-        lacks.then(|| Absent { file: Arc::clone(file), path: self.path_of(layer).to_owned(), layer, at, len })
-    }
-
-    /// The first piece that a read lacks. What cannot be found out is none: the read will say why.
-    pub(crate) fn absent_in(&self, range: GuestRange) -> Option<Absent> {
-        let mut done = 0;
-        while done < range.len {
-            let run = self.locate(range.start + done, range.len - done).ok()?;
-            if let Source::Data(layer, at) = run.source {
-                let absent = self.absent_piece(&self.file_of(layer).ok()?, layer, at, run.len);
-                if absent.is_some() {
-                    return absent;
-                }
-            }
-            done += run.len;
-        }
-        None
     }
 }

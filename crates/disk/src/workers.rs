@@ -11,7 +11,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 use vmstrata_store::Planted;
 
-use crate::absent::Absent;
+use crate::absent::{Absent, fetch_all};
 use crate::error::{IoContext as _, Result};
 use crate::request::Request;
 use crate::threads;
@@ -23,7 +23,7 @@ pub(crate) trait CarryOut: Debug + Send + Sync {
     fn check(&self, request: &Request) -> Result<()>;
 
     /// What a request would have to wait for, because it is elsewhere.
-    fn absent(&self, request: &Request) -> Option<Absent>;
+    fn absent(&self, request: &Request) -> Vec<Absent>;
 
     /// Carries a request out, blocking until it is done.
     fn run(&self, request: &Request) -> Result<()>;
@@ -34,7 +34,7 @@ pub(crate) trait CarryOut: Debug + Send + Sync {
 pub(crate) enum Reply {
     /// It has ended.
     Ended(Result<()>),
-    /// A piece of what it reads has come to this host, or cannot be had: the queue starts it again.
+    /// What it needs has come to this host, or cannot be had: the queue starts it again.
     Fetched(Result<()>),
 }
 
@@ -45,6 +45,8 @@ pub(crate) struct Job {
     pub(crate) request: Request,
     /// Where the queue that sent it keeps its state.
     pub(crate) slot: u32,
+    /// Whether it waits, without a thread, for what it needs and is elsewhere.
+    pub(crate) fetches: bool,
     pub(crate) reply_to: Arc<Mailbox>,
 }
 
@@ -64,12 +66,15 @@ impl Job {
         reply_to.post(slot, Reply::Ended(result));
     }
 
-    /// Lets the request wait without this thread if what it reads is elsewhere; gives it back otherwise.
+    /// Lets the request wait without this thread if what it needs is elsewhere; gives it back otherwise.
     fn unless_absent(self) -> Option<Self> {
-        let Some(absent) = self.disk.absent(&self.request) else { return Some(self) };
+        let absent = if self.fetches { self.disk.absent(&self.request) } else { Vec::new() };
+        if absent.is_empty() {
+            return Some(self);
+        }
         let Self { disk, slot, reply_to, .. } = self;
         drop(disk);
-        absent.fetch(move |fetched| reply_to.post(slot, Reply::Fetched(fetched)));
+        fetch_all(absent, move |fetched| reply_to.post(slot, Reply::Fetched(fetched)));
         None
     }
 }

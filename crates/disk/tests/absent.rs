@@ -1,15 +1,19 @@
-//! Layers whose bytes are elsewhere: reads wait for them without a thread, and others pass.
+//! Layers whose bytes are elsewhere: requests wait for them without a thread, and others pass.
 
 mod common;
 
-use common::elsewhere::{CHUNK, CHUNKS, byte_of, disk};
-use common::flat::write;
+use common::elsewhere::{CHUNK, CHUNKS, Elsewhere, byte_of, disk, disk_on};
+use common::flat::{read, write};
 use common::io::Client;
+use common::stock::{content, path_str, qemu_img};
 use common::wait::wait_until;
+use common::{open_read_only, random, scratch};
+use rand::Rng as _;
 use vmstrata_disk::snapshot::SnapshotInfo;
+use vmstrata_disk::{Format, Op};
 
 const LEN: u64 = 4096;
-const READ: vmstrata_disk::Op = vmstrata_disk::Op::Read;
+const READ: Op = Op::Read;
 
 #[test]
 fn hundreds_wait_without_a_thread_and_others_pass() {
@@ -69,4 +73,119 @@ fn what_cannot_be_had_is_an_error_that_names_the_layer() {
     client.push(READ, 0, LEN, None);
     let done = elsewhere.answering(|| client.drain());
     assert!(done[0].result.is_ok(), "it is asked for again");
+}
+
+/// Pushes many requests that need absent bytes; asserts that all wait without a thread, and that one that needs none, and a worker,
+/// passes. Returns what the queue has once all has come.
+fn wait_together(
+    client: &mut Client,
+    elsewhere: &Elsewhere,
+    push: impl Fn(&mut Client, u64) -> u64,
+) -> Vec<common::io::Done> {
+    for number in 0..COUNT {
+        push(client, number);
+    }
+    client.submit();
+    wait_until("all to be asked for", || elsewhere.waiting() >= COUNT as usize);
+    let passes = client.push(Op::Discard, (CHUNKS - 1) * CHUNK, CHUNK, None);
+    let done = client.wait();
+    assert_eq!(done.iter().map(|done| done.token).collect::<Vec<_>>(), [passes]);
+    assert!(done[0].result.is_ok() && client.in_flight() == COUNT as usize);
+    let mut done = elsewhere.answering(|| client.drain());
+    done.sort_by_key(|done| done.token);
+    assert_eq!(done.len(), COUNT as usize);
+    done
+}
+
+const COUNT: u64 = 520;
+
+#[test]
+fn reads_of_compressed_clusters_wait_without_a_thread() {
+    let dir = scratch();
+    let (raw, base) = (dir.path().join("whole"), dir.path().join("base.qcow2"));
+    let mut random = random("absent", 0);
+    let mut bytes = vec![0; (CHUNKS * CHUNK) as usize];
+    // What does not get smaller fills most of a chunk, so that each cluster lies in chunks of its own, about.
+    for cluster in bytes.chunks_mut(CHUNK as usize).take(COUNT as usize) {
+        random.fill(&mut cluster[..48 << 10]);
+    }
+    std::fs::write(&raw, &bytes).unwrap();
+    qemu_img(&["convert", "-c", "-f", "raw", "-O", "qcow2", path_str(&raw), path_str(&base)]);
+    // The header and the tables.
+    let (_dir, elsewhere, disk) = disk_on(dir, base, Format::Qcow2, 6);
+    let mut client = Client::new(&disk, 1024);
+    // Those in the chunks with tables are read at once.
+    let first = 8;
+    let push = |client: &mut Client, number| {
+        client.push(READ, (first + number % (COUNT - first)) * CHUNK, LEN, None)
+    };
+    let done = wait_together(&mut client, &elsewhere, push);
+    for (number, done) in (0..).zip(&done) {
+        let at = ((first + number % (COUNT - first)) * CHUNK) as usize;
+        assert!(done.result.is_ok() && done.bytes[..] == bytes[at..][..LEN as usize], "read {number}");
+    }
+}
+
+#[test]
+fn writes_that_copy_up_wait_without_a_thread() {
+    let (_dir, elsewhere, disk) = disk();
+    let mut client = Client::new(&disk, 1024);
+    // Less than what may be left for later.
+    let push = |client: &mut Client, number: u64| {
+        client.push(Op::Write { fua: false }, number * CHUNK + 512, 512, Some(&[0xee; 512]))
+    };
+    assert!(wait_together(&mut client, &elsewhere, push).iter().all(|done| done.result.is_ok()));
+    for number in 0..COUNT {
+        let found = read(&disk, number * CHUNK, 2048).unwrap();
+        let old = [byte_of(number); 512];
+        assert!(found == [old, [0xee; 512], old, old].concat(), "chunk {number}");
+    }
+}
+
+#[test]
+fn a_flush_has_what_it_copies_up_fetched_and_waits_without_a_thread() {
+    let (dir, elsewhere, disk) = disk();
+    let mut client = Client::new(&disk, 1024);
+    for number in 0..COUNT {
+        client.push(Op::Write { fua: false }, number * CHUNK, LEN, Some(&[0xee; LEN as usize]));
+    }
+    assert!(client.drain().iter().all(|done| done.result.is_ok()), "first writes wait for nothing");
+    let flush = client.push(Op::Flush, 0, 0, None);
+    client.submit();
+    wait_until("copy-ups to be asked for", || elsewhere.waiting() > 0);
+    *elsewhere.is_lost.lock().unwrap() = true;
+    elsewhere.answer();
+    let done = client.drain();
+    let error = done[0].result.as_ref().unwrap_err().to_string();
+    assert!(done[0].token == flush && error.contains("base.raw"), "{error}");
+    *elsewhere.is_lost.lock().unwrap() = false;
+    client.push(Op::Flush, 0, 0, None);
+    client.submit();
+    wait_until("copy-ups to be asked for again", || elsewhere.waiting() > 0);
+    let passes = client.push(Op::Discard, (CHUNKS - 1) * CHUNK, CHUNK, None);
+    assert_eq!(client.wait()[0].token, passes);
+    assert!(elsewhere.answering(|| client.drain())[0].result.is_ok());
+    drop(client);
+    disk.close().unwrap();
+    drop(disk);
+    let found = content(&dir.path().join("disk"), "qcow2");
+    for number in 0..COUNT {
+        let cluster = &found[(number * CHUNK) as usize..][..CHUNK as usize];
+        let (new, old) = cluster.split_at(LEN as usize);
+        assert!(new.iter().all(|&byte| byte == 0xee), "chunk {number}");
+        assert!(old.iter().all(|&byte| byte == byte_of(number)), "chunk {number}");
+    }
+}
+
+#[test]
+fn what_no_guest_flushes_is_committed_while_copy_ups_wait() {
+    let (dir, elsewhere, disk) = disk();
+    write(&disk, 0, &[0xee; LEN as usize]).unwrap();
+    write(&disk, CHUNK, &[0xee; CHUNK as usize]).unwrap();
+    wait_until("a commit without a flush", || {
+        let left = dir.path().join("left");
+        std::fs::copy(dir.path().join("disk"), &left).unwrap();
+        read(&open_read_only(&left), CHUNK, 1).unwrap() == [0xee]
+    });
+    assert_eq!(elsewhere.waiting(), 0);
 }

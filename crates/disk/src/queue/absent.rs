@@ -4,11 +4,12 @@
 //!   read ──► all its pieces here? ── yes ──► ring
 //!                    │ no                      ▲
 //!                    ▼                         │ the last piece has come
-//!               a fetch for each piece ────────┘
+//!               a fetch of each piece ─────────┘
 //! ```
 //!
 //! The read waits in its slot, outside the disk's epochs: no thread and no lock is held, other requests pass it, and layers may
-//! change meanwhile. When the last piece has come it starts anew. A worker that finds a piece absent does the same.
+//! change meanwhile. When the last piece has come it starts anew. Requests of all kinds that need a worker do the same: it looks for
+//! what is absent before it carries them out.
 
 use std::sync::Arc;
 
@@ -16,10 +17,10 @@ use vmstrata_store::RingFile;
 
 use super::IoQueue;
 use super::plan::Parts;
-use crate::absent::Absent;
+use crate::absent::{Absent, fetch_all};
 use crate::epoch::Phase;
 use crate::error::Result;
-use crate::request::{Completion, Request};
+use crate::request::{Completion, Op, Request};
 use crate::workers::Reply;
 
 impl IoQueue {
@@ -48,37 +49,27 @@ impl IoQueue {
     #[cold]
     fn fetch_absent(&mut self, request: Request, phase: Phase, absent: Vec<Absent>) {
         self.member.leave(&self.disk.epochs, phase);
-        let slot = self.slot(request, None, absent.len());
-        self.slots[slot as usize].is_absent = true;
-        self.at_workers += absent.len();
-        for piece in absent {
-            let mailbox = Arc::clone(&self.mailbox);
-            piece.fetch(move |fetched| mailbox.post(slot, Reply::Fetched(fetched)));
-        }
+        let slot = self.slot(request, None, 0);
+        self.at_workers += 1;
+        let mailbox = Arc::clone(&self.mailbox);
+        fetch_all(absent, move |fetched| mailbox.post(slot, Reply::Fetched(fetched)));
     }
 
-    /// A piece of a read has come, or cannot be had.
+    /// What a request waited for has come, or cannot be had.
     pub(super) fn fetched(&mut self, number: u32, fetched: Result<()>, out: &mut Vec<Completion>) {
         let slot = &mut self.slots[number as usize];
-        if slot.is_absent {
-            slot.failed |= fetched.is_err();
-            slot.parts_left -= 1;
-            if slot.parts_left > 0 {
-                return;
+        let request = slot.request.as_ref().expect("a slot in use has a request");
+        match fetched {
+            Ok(()) => {
+                self.begun = slot.begun;
+                let request = slot.request.take().expect("looked at above");
+                self.free.push(number);
+                self.start(request);
+                self.submit();
             }
-            slot.is_absent = false;
-            if slot.failed {
-                // It asks once more, and says what is wrong.
-                return self.send_to_worker(number);
-            }
-        } else if fetched.is_err() {
-            out.push(self.release(number, fetched));
-            return;
+            // All else that it covers is brought to stable storage.
+            Err(_) if request.op == Op::Flush => self.send_whatever_is_absent(number),
+            Err(error) => out.push(self.release(number, Err(error))),
         }
-        self.begun = slot.begun;
-        let request = slot.request.take().expect("a slot in use has a request");
-        self.free.push(number);
-        self.start(request);
-        self.submit();
     }
 }

@@ -90,6 +90,11 @@ impl Layers {
         (is_inside && self.blocks.is_none()).then_some(piece)
     }
 
+    /// Whether a write to the first cluster of `len` bytes at `at`, if that is new, leaves what it does not cover for later.
+    pub(crate) fn defers_copy_up(&self, active: &Active, at: GuestOffset, len: u64) -> bool {
+        self.piece_of(active, at, len).is_some_and(|piece| self.may_begin(active, piece))
+    }
+
     /// Whether a cluster without an entry should become partial. One that is written whole needs no copying; the one of
     /// which the image has an entry, while another is pending, would be left to that entry by a commit.
     fn may_begin(&self, active: &Active, piece: Piece) -> bool {

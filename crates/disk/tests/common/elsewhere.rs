@@ -1,7 +1,8 @@
-//! A raw base whose bytes come when the test says so.
+//! A base whose bytes come when the test says so.
 
 use std::io;
-use std::path::Path;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -25,7 +26,7 @@ type Then = Box<dyn FnOnce(io::Result<()>) + Send>;
 #[derive(Default)]
 pub struct Elsewhere {
     pub here: Mutex<Vec<bool>>,
-    waiting: Mutex<Vec<(u64, Then)>>,
+    waiting: Mutex<Vec<(Range<usize>, Then)>>,
     pub is_lost: Mutex<bool>,
 }
 
@@ -45,8 +46,8 @@ impl Elsewhere {
     pub fn answer(&self) {
         let is_lost = *self.is_lost.lock().unwrap();
         let waiting: Vec<_> = self.waiting.lock().unwrap().drain(..).collect();
-        for (chunk, then) in waiting {
-            self.here.lock().unwrap()[chunk as usize] |= !is_lost;
+        for (chunks, then) in waiting {
+            self.here.lock().unwrap()[chunks].iter_mut().for_each(|here| *here |= !is_lost);
             then(if is_lost { Err(io::ErrorKind::NotConnected.into()) } else { Ok(()) });
         }
     }
@@ -78,7 +79,10 @@ struct FarStore {
 
 impl Store for FarStore {
     fn read_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<usize> {
-        assert!(self.is_here(at, total_len(segments) as u64), "a thread waits");
+        if !self.is_here(at, total_len(segments) as u64) {
+            assert!(*self.elsewhere.is_lost.lock().unwrap(), "a thread waits");
+            return Err(io::ErrorKind::NotConnected.into());
+        }
         self.file.read_segments(segments, at)
     }
     fn write_segments(&self, _: &[Segment<'_>], _: HostOffset) -> io::Result<()> {
@@ -101,15 +105,19 @@ impl Store for FarStore {
     }
 }
 
+fn chunks(at: HostOffset, len: u64) -> Range<usize> {
+    (at.get() / CHUNK) as usize..(at.get() + len).div_ceil(CHUNK) as usize
+}
+
 impl Fetch for FarStore {
-    fn is_here(&self, at: HostOffset, _len: u64) -> bool {
-        self.elsewhere.here.lock().unwrap()[(at.get() / CHUNK) as usize]
+    fn is_here(&self, at: HostOffset, len: u64) -> bool {
+        self.elsewhere.here.lock().unwrap()[chunks(at, len)].iter().all(|here| *here)
     }
-    fn fetch(&self, at: HostOffset, _len: u64, then: Then) {
+    fn fetch(&self, at: HostOffset, len: u64, then: Then) {
         if *self.elsewhere.is_lost.lock().unwrap() {
             return then(Err(io::ErrorKind::NotConnected.into()));
         }
-        self.elsewhere.waiting.lock().unwrap().push((at.get() / CHUNK, then));
+        self.elsewhere.waiting.lock().unwrap().push((chunks(at, len), then));
     }
     fn file(&self) -> &dyn LocalFile {
         self.file.local().expect("a local file")
@@ -123,7 +131,7 @@ pub struct Files(pub Arc<Elsewhere>);
 impl Opener for Files {
     fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
         let opened = LocalFiles.open(path, role, gate)?;
-        if path.extension().is_some_and(|extension| extension == "raw") {
+        if path.file_stem().is_some_and(|stem| stem == "base") {
             let store = FarStore { file: opened.store, elsewhere: Arc::clone(&self.0) };
             return Ok(Opened { store: Arc::new(store), ..opened });
         }
@@ -142,12 +150,23 @@ pub fn byte_of(chunk: u64) -> u8 {
 /// A disk over a raw base, chunk after chunk of one byte each, of which nothing is here.
 pub fn disk() -> (tempfile::TempDir, Arc<Elsewhere>, Arc<Disk>) {
     let dir = scratch();
-    let (base, path) = (dir.path().join("base.raw"), dir.path().join("disk"));
+    let base = dir.path().join("base.raw");
     let bytes: Vec<u8> = (0..CHUNKS).flat_map(|chunk| vec![byte_of(chunk); CHUNK as usize]).collect();
     std::fs::write(&base, bytes).unwrap();
-    create(&path, &CreateOptions { backing: Some((base, Format::Raw)), ..CreateOptions::default() }).unwrap();
-    let elsewhere =
-        Arc::new(Elsewhere { here: Mutex::new(vec![false; CHUNKS as usize]), ..Elsewhere::default() });
+    disk_on(dir, base, Format::Raw, 0)
+}
+
+/// A disk over a base of which the first chunks are here.
+pub fn disk_on(
+    dir: tempfile::TempDir,
+    base: PathBuf,
+    format: Format,
+    here: usize,
+) -> (tempfile::TempDir, Arc<Elsewhere>, Arc<Disk>) {
+    let path = dir.path().join("disk");
+    create(&path, &CreateOptions { backing: Some((base, format)), ..CreateOptions::default() }).unwrap();
+    let here = (0..2 * CHUNKS as usize).map(|chunk| chunk < here).collect();
+    let elsewhere = Arc::new(Elsewhere { here: Mutex::new(here), ..Elsewhere::default() });
     let opener = Arc::new(Files(Arc::clone(&elsewhere)));
     let resources = Resources::with_opener(ResourceOptions::default(), opener);
     let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();

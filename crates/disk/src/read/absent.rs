@@ -1,0 +1,130 @@
+//! What a request needs and is not on this host yet.
+//!
+//! Who carries a request out asks first ([`Layers::absent_for`]), has that fetched, and begins anew when it is here: the request
+//! waits without a thread. It is a look ahead, not a promise: a read that meets absent bytes nevertheless waits in its store. Tables
+//! are not looked at.
+
+use std::sync::Arc;
+
+use vmstrata_qcow2::L2Entry;
+use vmstrata_store::OpenStore;
+use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
+
+use crate::absent::Absent;
+use crate::active::Active;
+use crate::layers::{Layers, Top};
+use crate::map::Source;
+use crate::request::{Op, Request};
+
+/// Pieces fetched for a request at a time; then it looks for more.
+const AT_ONCE: usize = 256;
+
+impl Layers {
+    /// What a piece of a layer lacks; `None` if all of it is here.
+    pub(crate) fn absent_piece(
+        &self,
+        file: &Arc<OpenStore>,
+        layer: LayerIndex,
+        at: HostOffset,
+        len: u64,
+    ) -> Option<Absent> {
+        let lacks = file.may_be_absent() && !file.fetch().is_some_and(|fetch| fetch.is_here(at, len));
+        lacks.then(|| Absent { file: Arc::clone(file), path: self.path_of(layer).to_owned(), layer, at, len })
+    }
+
+    /// Pieces that a request has to wait for, some of them if there are many. What cannot be found out is none: carrying the request
+    /// out will say why.
+    pub(crate) fn absent_for(&self, request: &Request) -> Vec<Absent> {
+        let mut absent = Vec::new();
+        let range = request.range;
+        match request.op {
+            Op::Read | Op::Prefetch => self.add_absent(range, &mut absent),
+            Op::Write { fua: flushes } | Op::WriteZeroes { fua: flushes, .. } => {
+                self.add_absent_around(range, &mut absent);
+                if flushes {
+                    self.add_absent_below_partials(&mut absent);
+                }
+            }
+            Op::Flush => self.add_absent_below_partials(&mut absent),
+            Op::Discard => {}
+        }
+        absent
+    }
+
+    /// Whether all that lies below a cluster of the active layer is here.
+    pub(crate) fn is_here_below(&self, active: &Active, cluster: u64) -> bool {
+        let mut absent = Vec::new();
+        self.add_absent(self.range_of(active, cluster), &mut absent);
+        absent.is_empty()
+    }
+
+    /// The bytes of the disk that a cluster of the active layer has.
+    fn range_of(&self, active: &Active, cluster: u64) -> GuestRange {
+        let bits = active.tables.geometry.cluster_bits;
+        let start = GuestOffset::new(cluster << bits.get());
+        GuestRange::new(start, bits.size().min(self.size.saturating_sub(start.get())))
+    }
+
+    /// What a read of a range lacks.
+    fn add_absent(&self, range: GuestRange, absent: &mut Vec<Absent>) {
+        let mut done = 0;
+        while done < range.len && absent.len() < AT_ONCE {
+            let at = range.start + done;
+            let Ok(run) = self.locate(at, range.len - done) else { return };
+            match run.source {
+                Source::Data(layer, host) => {
+                    let Ok(file) = self.file_of(layer) else { return };
+                    absent.extend(self.absent_piece(&file, layer, host, run.len));
+                }
+                Source::Compressed(layer) => {
+                    self.add_absent_compressed(layer, GuestRange::new(at, run.len), absent);
+                }
+                Source::Hole | Source::Zero(_) | Source::Damaged(_) => {}
+            }
+            done += run.len;
+        }
+    }
+
+    /// What compressed clusters of a layer lack.
+    fn add_absent_compressed(&self, layer: LayerIndex, range: GuestRange, absent: &mut Vec<Absent>) {
+        let Ok(file) = self.file_of(layer) else { return };
+        let Some(tables) = self.layer(layer).tables().filter(|_| file.may_be_absent()) else { return };
+        let bits = tables.geometry.cluster_bits;
+        let mut at = range.start;
+        while at < range.end() && absent.len() < AT_ONCE {
+            let Ok(raw) = self.raw_entry(layer, at) else { return };
+            if let Ok(L2Entry::Compressed { host, len }) = tables.entries.l2(raw) {
+                absent.extend(self.absent_piece(&file, layer, host, len));
+            }
+            at = at.align_down(bits) + bits.size();
+        }
+    }
+
+    /// What a write of a range copies up, in its first and its last cluster, before it is answered.
+    fn add_absent_around(&self, range: GuestRange, absent: &mut Vec<Absent>) {
+        let Top::Qcow2(active) = &self.top else { return };
+        let bits = active.tables.geometry.cluster_bits;
+        let mut last = None;
+        for edge in [range.start, range.end()] {
+            let (start, cluster) = (edge.align_down(bits), active.cluster_of(edge));
+            if edge == start || last.replace(cluster) == Some(cluster) {
+                continue;
+            }
+            let from = start.max(range.start);
+            if !self.defers_copy_up(active, from, range.end() - from) {
+                self.add_absent(self.range_of(active, cluster), absent);
+            }
+        }
+    }
+
+    /// What copy-ups lack that a flush has to make first.
+    fn add_absent_below_partials(&self, absent: &mut Vec<Absent>) {
+        let Top::Qcow2(active) = &self.top else { return };
+        for cluster in active.changes.partials() {
+            if absent.len() >= AT_ONCE {
+                return;
+            }
+            self.add_absent(self.range_of(active, cluster), absent);
+        }
+    }
+}
