@@ -151,9 +151,8 @@ impl Storage {
     /// The process is gone, the host is not: what was done is done, and lasts after the next flush.
     pub fn lose_process(&mut self) {
         let now = Some(self.now);
-        for record in self.log.iter_mut().filter(|record| record.operation != Operation::Flush) {
-            record.completed = record.completed.or(now);
-        }
+        self.forget_flushes_under_way();
+        self.log.iter_mut().for_each(|record| record.completed = record.completed.or(now));
         self.renamings.iter_mut().for_each(|renaming| renaming.completed = renaming.completed.or(now));
         self.begun.clear();
         self.earlier = self.now.0;
@@ -161,6 +160,7 @@ impl Storage {
 
     /// The host loses its power: leaves below the root what the seed says, and takes that for stable.
     pub fn lose_power(&mut self, random: &Random, now_ns: u64) {
+        self.forget_flushes_under_way();
         let crash = Crash { kind: CrashKind::Power, at: self.now, survivors: survivors(random) };
         self.names = self.names_after(random);
         self.names.retain(|(directory, _), _| *directory != self.volatile);
@@ -177,6 +177,11 @@ impl Storage {
         self.begun.clear();
         self.earlier = self.now.0;
         self.write(now_ns);
+    }
+
+    /// A flush that has not ended promises nothing, and takes nothing from others, as one that failed would.
+    fn forget_flushes_under_way(&mut self) {
+        self.log.retain(|record| record.operation != Operation::Flush || record.completed.is_some());
     }
 
     fn names_after(&self, random: &Random) -> Names {

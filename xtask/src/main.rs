@@ -10,6 +10,7 @@ mod chain_command;
 mod demo_command;
 mod fuzz_command;
 mod load_command;
+mod sim_command;
 mod soak_command;
 mod stress_command;
 
@@ -29,6 +30,8 @@ enum Command {
     Fuzz(fuzz_command::Fuzz),
     /// A guest through 1,000 snapshots, most deleted from the middle, the server killed now and then.
     Soak(soak_command::Soak),
+    /// Run seeds of the deterministic simulation.
+    Sim(sim_command::Sim),
     /// Stamped sectors over all exports, through kills, full disks and merges, against a model.
     Stress(stress_command::Stress),
     /// Run one load against a vhost-user-blk socket or a raw file.
@@ -48,6 +51,7 @@ fn main() -> Result<()> {
         Command::Demo(demo) => demo.run(),
         Command::Fuzz(fuzz) => fuzz.run(),
         Command::Soak(soak) => soak.run(),
+        Command::Sim(sim) => sim.run(),
         Command::Stress(stress) => stress.run(),
         Command::Load(load) => load.run(),
     }
