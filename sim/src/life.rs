@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use vmstrata_disk::merge::{Direction, Merge, MergeFault, MergeOptions, MergeRange, Removal};
-use vmstrata_disk::snapshot::{RevertOptions, SnapshotInfo, revert};
+use vmstrata_disk::snapshot::{PrepareOptions, RevertOptions, SnapshotInfo, create, list, revert};
 use vmstrata_disk::{
     CheckOptions, Completion, Disk, IoQueue, Op, OpenOptions, Request, ResourceOptions, Resources, check,
 };
@@ -132,7 +132,7 @@ impl Life {
             keeper.book.expect("close", disk.close());
             keeper.book.enter(Deed::Closed, [0; 3], &[]);
             drop(disk);
-            keeper.revert();
+            keeper.change_closed();
         }
         inside(|| TASKS.die())
     }
@@ -223,37 +223,51 @@ impl Keeper {
         for _ in 0..self.random.below(6) {
             std::thread::sleep(Duration::from_micros(self.random.below(20_000)));
             match self.random.below(3) {
-                0 | 1 => self.take(disk),
-                _ => self.merge(disk),
+                0 | 1 => self.take(Some(disk)),
+                _ => self.merge(Some(disk)),
             }
         }
     }
 
-    fn take(&self, disk: &Disk) {
+    /// Takes a snapshot of the disk, or of the closed one, and looks at it.
+    fn take(&self, disk: Option<&Disk>) {
         let number = self.book.begin(Deed::Snapshot, 0, 0);
         let info = SnapshotInfo { name: number.to_string(), ..SnapshotInfo::default() };
-        self.book.expect("take a snapshot", disk.snapshot(&info));
+        let taken = match disk {
+            Some(disk) => disk.snapshot(&info).map(drop),
+            None => {
+                let (open, options) = (OpenOptions::default(), PrepareOptions::default());
+                create(std::slice::from_ref(&self.path), &info, &open, &options, &self.resources).map(drop)
+            }
+        };
+        self.book.expect("take a snapshot", taken);
         self.book.enter(Deed::Ended, [number, 0, 0], &[]);
         self.look_at(number, true);
     }
 
-    fn merge(&self, disk: &Arc<Disk>) {
-        let layers = disk.layers();
-        let Some(frozen) = layers.len().checked_sub(2).filter(|frozen| *frozen > 0) else { return };
-        let first = self.random.below(frozen as u64) as usize;
-        let last = first + self.random.below((frozen - first).min(2) as u64) as usize;
-        for layer in &layers[first..=last] {
-            let name = layer.path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    /// Drops one or two layers of the disk, or of the closed one, and looks at states that stay.
+    fn merge(&self, disk: Option<&Arc<Disk>>) {
+        let snapshots = self.book.expect("list", list(&self.path, &OpenOptions::default()));
+        let frozen: Vec<PathBuf> = snapshots.into_iter().rev().map(|snapshot| snapshot.layer).collect();
+        if frozen.is_empty() {
+            return;
+        }
+        let first = self.random.below(frozen.len() as u64) as usize;
+        let last = first + self.random.below((frozen.len() - first).min(2) as u64) as usize;
+        for path in &frozen[first..=last] {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             let number = name.split('.').nth(1).and_then(|number| number.parse().ok());
-            if let Some(number) = number {
-                self.book.enter(Deed::Drop, [number, 0, 0], &[]);
-            }
+            self.book.enter(Deed::Drop, [number.unwrap_or(0), 0, 0], &[]);
         }
         let direction = *self.random.pick(&[Direction::Auto, Direction::Stream, Direction::Commit]);
         let options = MergeOptions { removal: Removal::All, direction, ..MergeOptions::default() };
         let index = |place: usize| LayerIndex::new(place as u16);
         let dropped = MergeRange { first: index(first), last: index(last) };
-        match Merge::of_disk(disk, dropped, &options) {
+        let merge = match disk {
+            Some(disk) => Merge::of_disk(disk, dropped, &options),
+            None => Merge::new(&self.path, dropped, &options, &self.resources),
+        };
+        match merge {
             Ok(merge) => drop(self.book.expect("merge", merge.run())),
             // What a revert has left stands on it.
             Err(error) if matches!(error.fault(), Some(MergeFault::NoCommit { .. })) => {}
@@ -266,11 +280,22 @@ impl Keeper {
         }
     }
 
+    /// What is done to a disk that no process serves.
+    fn change_closed(&self) {
+        for _ in 0..self.random.below(3) {
+            match self.random.below(3) {
+                0 => self.take(None),
+                1 => self.merge(None),
+                _ => self.revert(),
+            }
+        }
+    }
+
     /// Takes the closed disk back to a snapshot.
     fn revert(&self) {
         let known: Vec<u64> =
             self.snapshots().filter(|(_, must, known)| *must && *known).map(|(number, ..)| number).collect();
-        if known.is_empty() || !self.random.one_in(2) {
+        if known.is_empty() {
             return;
         }
         let snapshot = *self.random.pick(&known);

@@ -83,8 +83,8 @@ fn main() -> ExitCode {
 const SEED: &str = "seed=";
 
 fn run_all(arguments: &Arguments) -> ExitCode {
-    be_alike();
     let place = Place::find();
+    be_alike(&place);
     let (begun, mut steps, mut all) = (Instant::now(), 0, 0);
     for seed in arguments.seed..arguments.seed + arguments.seeds {
         let (ran, failure) = run_one(seed, arguments, &place);
@@ -92,8 +92,9 @@ fn run_all(arguments: &Arguments) -> ExitCode {
         steps += events;
         all = hash(all, &hashed.to_le_bytes());
         if let Some(failure) = failure {
+            let plant = arguments.plant.map_or_else(String::new, |planted| format!(" --plant {planted:?}"));
             println!("seed {seed}: {failure}");
-            println!("replay it: cargo xtask sim --seed {seed} --verbose");
+            println!("replay it: cargo xtask sim --seed {seed}{plant} --verbose");
             return ExitCode::FAILURE;
         }
     }
@@ -103,19 +104,24 @@ fn run_all(arguments: &Arguments) -> ExitCode {
 }
 
 /// Makes all processes that this one starts have the same addresses, on one processor: tasks take turns anyway.
-fn be_alike() {
+fn be_alike(place: &Place) {
     // SAFETY: no pointers; this process only.
     let before = unsafe { libc::personality(0xffff_ffff) };
     // SAFETY: as above.
     unsafe { libc::personality((before | libc::ADDR_NO_RANDOMIZE) as libc::c_ulong) };
-    // SAFETY: no pointers.
-    let processor = unsafe { libc::sched_getcpu() };
     // SAFETY: plain data, for which zeros are valid.
-    let mut one: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    let (mut all, mut one): (libc::cpu_set_t, libc::cpu_set_t) = unsafe { std::mem::zeroed() };
+    // SAFETY: room for the set.
+    unsafe { libc::sched_getaffinity(0, size_of_val(&all), &mut all) };
     // SAFETY: within the set.
-    unsafe { libc::CPU_SET(processor.max(0) as usize, &mut one) };
-    // SAFETY: the set is valid. Slower without.
-    unsafe { libc::sched_setaffinity(0, size_of_val(&one), &one) };
+    let ours = (0..libc::CPU_SETSIZE as usize).filter(|&number| unsafe { libc::CPU_ISSET(number, &all) });
+    let ours: Vec<usize> = ours.collect();
+    if let Some(&processor) = ours.get(place.number % ours.len().max(1)) {
+        // SAFETY: within the set.
+        unsafe { libc::CPU_SET(processor, &mut one) };
+        // SAFETY: the set is valid. Slower without.
+        unsafe { libc::sched_setaffinity(0, size_of_val(&one), &one) };
+    }
 }
 
 /// Runs a seed in a process of its own, in which all but the seed is the same for each: locks are found by their addresses.
@@ -152,6 +158,7 @@ fn run(seed: &str, plant: &str, place: &str, verbose: &str) {
 /// The directory of the simulated host, whose name has no part in what happens as it is as long as all others.
 struct Place {
     directory: PathBuf,
+    number: usize,
     _lock: File,
 }
 
@@ -162,7 +169,7 @@ impl Place {
         for number in 10..100 {
             let lock = File::create(all.join(format!("{number}.lock"))).expect("a lock");
             match lock.try_lock() {
-                Ok(()) => return Self { directory: all.join(number.to_string()), _lock: lock },
+                Ok(()) => return Self { directory: all.join(number.to_string()), number, _lock: lock },
                 Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Error(error)) => panic!("{error}"),
             }
@@ -192,7 +199,6 @@ struct Ran {
 
 /// A seed.
 struct Run<'a> {
-    seed: u64,
     random: Random,
     /// Where the host is, and files of the simulator.
     place: &'a Path,
@@ -210,7 +216,7 @@ const STEPS_MAX: u64 = 6_000;
 impl<'a> Run<'a> {
     fn new(seed: u64, place: &'a Path, is_verbose: bool) -> Self {
         let (random, shared) = (Random::new(random::mix(seed + 1)), Shared::new());
-        Self { seed, random, place, shared, is_verbose, now_ns: 1, boot: 1 }
+        Self { random, place, shared, is_verbose, now_ns: 1, boot: 1 }
     }
 
     fn root(&self) -> PathBuf {
@@ -226,6 +232,7 @@ impl<'a> Run<'a> {
         let options = CreateOptions {
             size: Some(sectors * SECTOR as u64),
             cluster_bits: ClusterBits::new(*self.random.pick(&[9, 12, 14, 16])).expect("a size of clusters"),
+            version: *self.random.pick(&[2, 3, 3, 3]),
             ..CreateOptions::default()
         };
         create(&self.root().join(DISKS).join(DISK), &options).expect("a disk");
@@ -272,7 +279,8 @@ impl<'a> Run<'a> {
     /// Runs a process until it dies; says what is wrong if it does not die as it must.
     fn live(&self, life: u64, history: &History) -> Option<String> {
         let place = self.place;
-        let boot_id = format!("{:08x}-0000-4000-8000-{:012x}\n", self.boot, self.seed);
+        // Without the seed: of these, no two have the same tag in session numbers, as one in 32,767 would.
+        let boot_id = format!("{:08x}-0000-4000-8000-000000000000\n", self.boot);
         for (name, text) in [("boot_id", &*boot_id), ("mountinfo", calls::MOUNTS)] {
             fs::write(place.join(name), text).expect("written");
         }
