@@ -89,7 +89,7 @@ impl Active {
     /// Reads the tables of an open image that no one else writes.
     ///
     /// # Errors
-    /// [`ErrorKind::Subclusters`]; tables that cannot be read or break the format.
+    /// Tables that cannot be read or break the format.
     pub(crate) fn open(
         path: &Path,
         store: Arc<dyn Store>,
@@ -98,11 +98,8 @@ impl Active {
         index: LayerIndex,
         (owner, cache): (Owner, Arc<PageCache>),
     ) -> Result<Self> {
-        if header.has_subclusters() {
-            return Err(ErrorKind::Subclusters.into());
-        }
         let tables = Tables::of(header);
-        if header.size >> header.cluster_bits.get() >> PAGE_SHIFT >= PageKey::MAX_PAGES {
+        if header.size >> header.cluster_bits.get() >> entries_shift(&tables) >= PageKey::MAX_PAGES {
             let kind = ErrorKind::TooLarge { size: header.size, unit: header.cluster_bits.size() };
             return Err(kind.into());
         }
@@ -143,14 +140,35 @@ impl Active {
         at.get() >> self.tables.geometry.cluster_bits.get()
     }
 
+    /// Whether its entries are two words long.
+    #[inline]
+    pub(crate) fn has_subclusters(&self) -> bool {
+        self.tables.entries.is_extended()
+    }
+
+    /// The page that has a cluster's entry, and where in it the entry begins.
+    #[inline]
     fn key(&self, cluster: u64) -> (PageKey, usize) {
-        (self.owner.key(cluster >> PAGE_SHIFT), cluster as usize & (PAGE_WORDS - 1))
+        let shift = entries_shift(&self.tables);
+        let number = cluster as usize & ((1 << shift) - 1);
+        (self.owner.key(cluster >> shift), number << (PAGE_SHIFT - shift))
+    }
+
+    /// A cluster's raw entry in the words of its page.
+    pub(crate) fn entry_of(&self, page: &[u64; PAGE_WORDS], cluster: u64) -> RawEntry {
+        let slot = self.key(cluster).1;
+        let subclusters = if self.has_subclusters() { page[slot + 1] } else { 0 };
+        RawEntry { word: page[slot], subclusters }
     }
 
     /// A cluster's raw entry; `None` when its page must be filled first ([`Active::entry`]).
     #[inline]
     pub(crate) fn lookup(&self, cluster: u64) -> Option<RawEntry> {
         let (key, slot) = self.key(cluster);
+        if self.has_subclusters() {
+            let [word, subclusters] = self.cache.get_pair(key, slot)?;
+            return Some(RawEntry { word, subclusters });
+        }
         self.cache.get(key, slot).map(RawEntry::standard)
     }
 
@@ -242,7 +260,7 @@ impl Active {
     /// Clusters from `cluster` on whose entries lie in the same page and the same L2 table: one lock and one table
     /// cover them.
     pub(crate) fn run_limit(&self, cluster: u64) -> u64 {
-        let granule_bits = PAGE_SHIFT.min(self.tables.geometry.l2_bits);
+        let granule_bits = entries_shift(&self.tables).min(self.tables.geometry.l2_bits);
         (1 << granule_bits) - (cluster & ((1 << granule_bits) - 1))
     }
 
@@ -266,8 +284,9 @@ impl Active {
     /// The raw entries of the page that holds the cluster, if they are in memory or there are no tables for any of them.
     pub(crate) fn page_now(&self, cluster: u64) -> Option<[u64; PAGE_WORDS]> {
         let mut entries = [0; PAGE_WORDS];
-        let first = cluster - cluster % PAGE_WORDS as u64;
-        let mut tables = (first..first + PAGE_WORDS as u64).step_by(1 << self.tables.geometry.l2_bits);
+        let count = 1 << entries_shift(&self.tables);
+        let first = cluster - cluster % count;
+        let mut tables = (first..first + count).step_by(1 << self.tables.geometry.l2_bits);
         if !tables.any(|cluster| self.has_table(cluster)) {
             return Some(entries);
         }
@@ -294,40 +313,50 @@ impl Active {
         guard: &EntryGuard<'_>,
         read: &ReadTable<'_>,
     ) -> Result<RawEntry> {
-        let (key, slot) = self.key(cluster);
-        let first = cluster - slot as u64;
+        let (key, _) = self.key(cluster);
+        let count = 1 << entries_shift(&self.tables);
+        let first = cluster - cluster % count;
         // Changes are looked at before the image: one that a commit writes meanwhile, and then forgets, is seen in
         // one of the two places. (No others of what is locked can be noted.)
         let mut changed: Vec<(u64, RawEntry)> = Vec::new();
-        self.changes.overlay(first..first + PAGE_WORDS as u64, |cluster, raw| changed.push((cluster, raw)));
+        self.changes.overlay(first..first + count, |cluster, raw| changed.push((cluster, raw)));
         let mut page = [0; PAGE_WORDS];
         self.read_entries(first, &mut page, read).map_err(|e| e.in_layer(self.index).in_file(&self.path))?;
         for (cluster, raw) in changed {
-            page[(cluster - first) as usize] = raw.word;
+            self.put_entry(&mut page, cluster, raw);
         }
         if guard.is_of_page() {
             self.cache.fill(key, &page);
         }
-        Ok(RawEntry::standard(page[slot]))
+        Ok(self.entry_of(&page, cluster))
+    }
+
+    /// Puts a cluster's raw entry into the words of its page.
+    fn put_entry(&self, page: &mut [u64; PAGE_WORDS], cluster: u64, raw: RawEntry) {
+        let slot = self.key(cluster).1;
+        page[slot] = raw.word;
+        if self.has_subclusters() {
+            page[slot + 1] = raw.subclusters;
+        }
     }
 
     /// What the image says of the clusters from `first` on.
     fn read_entries(&self, first: u64, page: &mut [u64; PAGE_WORDS], read: &ReadTable<'_>) -> Result<()> {
-        let l2_bits = self.tables.geometry.l2_bits;
+        let (l2_bits, entries) = (self.tables.geometry.l2_bits, self.tables.entries);
         let mut bytes = [0; PAGE_WORDS * 8];
-        let mut done = 0;
-        while done < PAGE_WORDS {
+        let (mut done, all) = (0, 1 << entries_shift(&self.tables));
+        while done < all {
             let cluster = first + done as u64;
             let within = cluster & ((1 << l2_bits) - 1);
-            let count = (PAGE_WORDS - done).min((1 << l2_bits) - within as usize);
+            let count = (all - done).min((1 << l2_bits) - within as usize);
             let raw = self.l1_entry(cluster >> l2_bits).unwrap_or(0);
             let table = table_of(&self.tables, raw, u64::MAX)?;
             if let Some(table) = table {
-                let bytes = &mut bytes[..count * 8];
-                let at = table + within * 8;
+                let bytes = &mut bytes[..count * entries.entry_len()];
+                let at = table + within * entries.entry_len() as u64;
                 read(bytes, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
-                let found = self.tables.entries.raw_entries(bytes).map(Partial::never_from_an_image);
-                page[done..done + count].iter_mut().zip(found).for_each(|(to, raw)| *to = raw.word);
+                let found = entries.raw_entries(bytes).map(Partial::never_from_an_image);
+                (cluster..).zip(found).for_each(|(cluster, raw)| self.put_entry(page, cluster, raw));
             }
             done += count;
         }
@@ -359,7 +388,11 @@ impl Active {
     fn show(&self, changed: &[Change], _guard: &EntryGuard<'_>) {
         for change in changed {
             let (key, slot) = self.key(change.cluster);
-            self.cache.update(key, slot, change.new.word);
+            let RawEntry { word, subclusters } = change.new;
+            match self.has_subclusters() {
+                true => self.cache.update_pair(key, slot, [word, subclusters]),
+                false => self.cache.update(key, slot, word),
+            }
         }
     }
 
@@ -383,6 +416,12 @@ impl Active {
             .try_for_each(|run| self.alloc.free(run.at, run.len))
             .map_err(|error| error.in_file(&self.path))
     }
+}
+
+/// Base-2 logarithm of the entries in a page.
+#[inline]
+fn entries_shift(tables: &Tables) -> u32 {
+    PAGE_SHIFT - u32::from(tables.entries.is_extended())
 }
 
 fn records(changed: &[Change]) -> SmallVec<[Record; 4]> {
@@ -429,7 +468,8 @@ impl Active {
                 let raw = self.l1_entry(cluster >> l2_bits);
                 let table = table_of(&self.tables, raw.unwrap_or(0), u64::MAX)?;
                 let table = table.expect("a change was published only after its table existed");
-                Ok(table + (cluster & ((1 << l2_bits) - 1)) * 8)
+                let within = cluster & ((1 << l2_bits) - 1);
+                Ok(table + within * self.tables.entries.entry_len() as u64)
             }
         }
     }

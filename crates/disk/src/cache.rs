@@ -9,7 +9,7 @@
 //!
 //! Lookups take no lock. Each way is a seqlock: its version is odd while its page is replaced, and a reader that
 //! saw the version change starts over. One word is updated in place with a plain atomic store, so a lookup sees
-//! the old or the new word. Fills and updates of one set exclude each other by the set's mutex (a leaf lock).
+//! the old or the new word; two words of one entry change under the version, so a lookup sees both or asks again. Fills and updates of one set exclude each other by the set's mutex (a leaf lock).
 //!
 //! Frames are handed out one after another, those of dropped pages first, so a small working set stays small in memory;
 //! the budget is never passed, because there are no more frames than fit.
@@ -38,6 +38,8 @@ const MIN_SETS: usize = 4;
 /// 512 GiB of pages: frame numbers stay well inside 32 bits.
 const MAX_SETS: usize = 1 << 24;
 const PAGE_BITS: u32 = 44;
+/// Looks at an entry of two words before its page counts as missing.
+const PAIR_TRIES: usize = 4;
 
 /// Names a page: its owner and its number there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,6 +148,18 @@ impl PageCache {
     /// The word at `slot` of the page, or `None` when the page is not here (or is being replaced).
     #[inline]
     pub(crate) fn get(&self, key: PageKey, slot: usize) -> Option<u64> {
+        self.words_at(key, slot).map(|[word]| word)
+    }
+
+    /// The two words at `slot`, an even number, of the page.
+    #[inline]
+    pub(crate) fn get_pair(&self, key: PageKey, slot: usize) -> Option<[u64; 2]> {
+        // A page of which an entry changes is there a moment later.
+        (0..PAIR_TRIES).find_map(|_| self.words_at(key, slot))
+    }
+
+    #[inline]
+    fn words_at<const N: usize>(&self, key: PageKey, slot: usize) -> Option<[u64; N]> {
         for way in self.ways(key) {
             let version = self.versions[way].load(Ordering::Acquire);
             if self.tags[way].load(Ordering::Relaxed) != key.0 {
@@ -156,8 +170,8 @@ impl PageCache {
                 return None;
             }
             // Acquire: whoever sees an updated L2 entry also sees what was done before it was published.
-            let word =
-                self.words[(frame - 1) * PAGE_WORDS + (slot & (PAGE_WORDS - 1))].load(Ordering::Acquire);
+            let first = (frame - 1) * PAGE_WORDS + (slot & (PAGE_WORDS - 1));
+            let words = std::array::from_fn(|word| self.words[first + word].load(Ordering::Acquire));
             fence(Ordering::Acquire);
             if self.versions[way].load(Ordering::Relaxed) != version {
                 return None;
@@ -165,7 +179,7 @@ impl PageCache {
             if !self.referenced[way].load(Ordering::Relaxed) {
                 self.referenced[way].store(true, Ordering::Relaxed);
             }
-            return Some(word);
+            return Some(words);
         }
         None
     }
@@ -260,6 +274,24 @@ impl PageCache {
             if self.tags[way].load(Ordering::Relaxed) == key.0 {
                 let frame = self.frames[way].load(Ordering::Relaxed) as usize;
                 self.words[(frame - 1) * PAGE_WORDS + slot].store(word, Ordering::Release);
+            }
+        }
+    }
+
+    /// Changes the two words at `slot` of the page if the page is here.
+    pub(crate) fn update_pair(&self, key: PageKey, slot: usize, words: [u64; 2]) {
+        let ways = self.ways(key);
+        let _hand = self.hands[ways.start / WAYS].lock();
+        for way in ways {
+            if self.tags[way].load(Ordering::Relaxed) == key.0 {
+                let version = self.versions[way].load(Ordering::Relaxed);
+                self.versions[way].store(version.wrapping_add(1), Ordering::Relaxed);
+                fence(Ordering::Release);
+                let first = (self.frames[way].load(Ordering::Relaxed) as usize - 1) * PAGE_WORDS + slot;
+                for (cell, word) in self.words[first..first + 2].iter().zip(words) {
+                    cell.store(word, Ordering::Release);
+                }
+                self.versions[way].store(version.wrapping_add(2), Ordering::Release);
             }
         }
     }

@@ -95,7 +95,8 @@ fn pending(opened: &Opened, options: &CheckOptions) -> Result<Option<Pending>> {
         return Ok(None);
     }
     let boot = BootId::now().while_trying("read the kernel's boot id")?;
-    let subject = Subject { image: opened.identity.file, boot, session };
+    let is_extended = head.header.has_subclusters();
+    let subject = Subject { image: opened.identity.file, boot, session, is_extended };
     let found = match &options.journal_dir {
         Some(dir) => {
             look(dir, &subject).while_trying("read the volatile journal").map_err(|e| e.in_file(dir))?

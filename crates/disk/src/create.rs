@@ -33,6 +33,8 @@ pub struct CreateOptions {
     pub size: Option<u64>,
     /// Size of a cluster.
     pub cluster_bits: ClusterBits,
+    /// Give each cluster 32 subclusters, which are written one by one; version 3 and clusters of 16 KiB or more only.
+    pub subclusters: bool,
     /// Width of refcounts; version 2 has 16 bits.
     pub refcount_order: RefcountOrder,
     /// 2 or 3.
@@ -54,6 +56,7 @@ impl Default for CreateOptions {
         Self {
             size: None,
             cluster_bits: ClusterBits::DEFAULT,
+            subclusters: false,
             refcount_order: RefcountOrder::DEFAULT,
             version: 3,
             lazy_refcounts: false,
@@ -91,6 +94,7 @@ fn make(path: &Path, options: &CreateOptions) -> Result<()> {
     let wanted = vmstrata_qcow2::CreateOptions {
         version: options.version,
         cluster_bits: options.cluster_bits,
+        subclusters: options.subclusters,
         size: size.ok_or(ErrorKind::SizeMissing)?,
         refcount_order: options.refcount_order,
         backing,

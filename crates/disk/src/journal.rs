@@ -12,6 +12,7 @@
 //! ```text
 //!   header, 64 bytes: magic, boot id, device, inode, turn, session, check
 //!   record, 32 bytes: table and index │ old raw entry │ new raw entry │ check
+//!   with subclusters, 48 bytes: table and index │ old and new first words │ old and new bitmaps │ check
 //! ```
 //!
 //! Invariants:
@@ -45,8 +46,12 @@ use crate::opener::{Opener, Role};
 use crate::session::BootId;
 
 const MAGIC: &[u8; 8] = b"VMSJRNL2";
+/// Of a journal whose records have subclusters.
+const MAGIC_EXTENDED: &[u8; 8] = b"VMSJRNLX";
 const HEADER_LEN: u64 = 64;
 const RECORD_LEN: usize = 32;
+/// Of an image whose L2 entries are extended.
+const EXTENDED_LEN: usize = 48;
 /// Set in a record's index when it is about an L1 entry.
 const L1_FLAG: u64 = 1 << 63;
 /// A journal longer than this was not written by us: commits keep them far shorter.
@@ -93,29 +98,33 @@ impl Record {
     }
 
     /// `seed` is the turn's ([`Subject::seed`]): a record of another turn does not pass its check.
-    fn encode(&self, seed: u32) -> [u8; RECORD_LEN] {
+    fn encode(&self, subject: &Subject, seed: u32) -> SmallVec<[u8; EXTENDED_LEN]> {
         let index = match self.slot {
             Slot::L1(index) => index | L1_FLAG,
             Slot::L2(cluster) => cluster,
         };
-        assert!(self.old.subclusters | self.new.subclusters == 0, "a record has room for entries of 8 bytes");
-        let mut bytes = [0; RECORD_LEN];
-        bytes[..8].copy_from_slice(&index.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.old.word.to_le_bytes());
-        bytes[16..24].copy_from_slice(&self.new.word.to_le_bytes());
-        let check = u64::from(crc32c::crc32c_append(seed, &bytes[..24])) | 1 << 32;
-        bytes[24..].copy_from_slice(&check.to_le_bytes());
+        let (old, new) = (self.old, self.new);
+        let words = [index, old.word, new.word, old.subclusters, new.subclusters];
+        let words = if subject.is_extended { &words[..] } else { &words[..3] };
+        assert!(subject.is_extended || old.subclusters | new.subclusters == 0, "no room for subclusters");
+        let mut bytes: SmallVec<_> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let check = u64::from(crc32c::crc32c_append(seed, &bytes)) | 1 << 32;
+        bytes.extend_from_slice(&check.to_le_bytes());
         bytes
     }
 
-    fn decode(bytes: &[u8; RECORD_LEN], seed: u32) -> Option<Self> {
+    /// `bytes` are those of one record.
+    fn decode(bytes: &[u8], seed: u32) -> Option<Self> {
         let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-        if word(24) != u64::from(crc32c::crc32c_append(seed, &bytes[..24])) | 1 << 32 {
+        let end = bytes.len() - 8;
+        if word(end) != u64::from(crc32c::crc32c_append(seed, &bytes[..end])) | 1 << 32 {
             return None;
         }
+        let subclusters = |at: usize| if bytes.len() == EXTENDED_LEN { word(at) } else { 0 };
         let index = word(0);
         let slot = if index & L1_FLAG != 0 { Slot::L1(index & !L1_FLAG) } else { Slot::L2(index) };
-        Some(Self { slot, old: RawEntry::standard(word(8)), new: RawEntry::standard(word(16)) })
+        let old = RawEntry { word: word(8), subclusters: subclusters(24) };
+        Some(Self { slot, old, new: RawEntry { word: word(16), subclusters: subclusters(32) } })
     }
 }
 
@@ -126,12 +135,14 @@ pub(crate) struct Subject {
     pub(crate) boot: BootId,
     /// The session number in the image's header.
     pub(crate) session: u64,
+    /// Whether the image's L2 entries have subclusters.
+    pub(crate) is_extended: bool,
 }
 
 impl Subject {
     fn header(&self, turn: u64) -> [u8; HEADER_LEN as usize] {
         let mut bytes = [0; HEADER_LEN as usize];
-        bytes[..8].copy_from_slice(MAGIC);
+        bytes[..8].copy_from_slice(if self.is_extended { MAGIC_EXTENDED } else { MAGIC });
         bytes[8..24].copy_from_slice(&self.boot.0);
         bytes[24..32].copy_from_slice(&self.image.dev.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.image.ino.to_le_bytes());
@@ -140,6 +151,10 @@ impl Subject {
         let check = crc32c::crc32c(&bytes[..56]);
         bytes[56..60].copy_from_slice(&check.to_le_bytes());
         bytes
+    }
+
+    fn record_len(&self) -> usize {
+        if self.is_extended { EXTENDED_LEN } else { RECORD_LEN }
     }
 
     /// Differs for every turn of a session, and in all likelihood for the turns of two sessions.
@@ -165,7 +180,8 @@ impl Subject {
                 continue;
             }
             let seed = subject.seed(turn);
-            let decoded = records.as_chunks().0.iter().map_while(|record| Record::decode(record, seed));
+            let records = records.chunks_exact(self.record_len());
+            let decoded = records.map_while(|record| Record::decode(record, seed));
             if subject == *self {
                 valid.push((Newest { turn, number }, decoded.collect::<Vec<_>>()));
             } else {
@@ -307,7 +323,7 @@ impl Journal {
     /// # Errors
     /// A file system without room for them.
     pub(crate) fn reserve(&mut self, staying: usize) -> io::Result<()> {
-        self.halves[1 - self.current].make_room(room_for(staying))
+        self.halves[1 - self.current].make_room(room_for(&self.subject, staying))
     }
 
     /// Begins a commit: later changes go to the other half, which begins with `staying`, those that the commit leaves.
@@ -320,10 +336,10 @@ impl Journal {
         let (turn, other) = (self.turn, 1 - self.current);
         let (header, seed) = (self.subject.header(turn), self.subject.seed(turn));
         let half = &mut self.halves[other];
-        half.make_room(room_for(staying.len()))?;
+        half.make_room(room_for(&self.subject, staying.len()))?;
         // Valid or not, the half is an older one until it has its new header.
         half.drop_header()?;
-        let records: Vec<u8> = staying.iter().flat_map(|record| record.encode(seed)).collect();
+        let records: Vec<u8> = staying.iter().flat_map(|record| record.encode(&self.subject, seed)).collect();
         let written = half.store.write_all(&records, HostOffset::new(HEADER_LEN));
         if let Err(error) = written.and_then(|()| half.store.write_all(&header, HostOffset::ZERO)) {
             // A half with a header of this turn would count as newer than the one that goes on.
@@ -343,7 +359,7 @@ impl Journal {
         self.check_sound()?;
         let seed = self.subject.seed(self.turn_now());
         let bytes: SmallVec<[u8; 4 * RECORD_LEN]> =
-            records.iter().flat_map(|record| record.encode(seed)).collect();
+            records.iter().flat_map(|record| record.encode(&self.subject, seed)).collect();
         let half = &mut self.halves[self.current];
         let end = half.len + bytes.len() as u64;
         if end > self.len_max {
@@ -404,8 +420,8 @@ impl Journal {
 }
 
 /// What a half needs to take `staying` records of a commit and one publication more.
-fn room_for(staying: usize) -> u64 {
-    HEADER_LEN + (staying as u64 + TOGETHER_MAX) * RECORD_LEN as u64
+fn room_for(subject: &Subject, staying: usize) -> u64 {
+    HEADER_LEN + (staying as u64 + TOGETHER_MAX) * subject.record_len() as u64
 }
 
 #[cfg(test)]

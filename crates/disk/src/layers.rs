@@ -356,7 +356,8 @@ impl Layers {
             match &self.top {
                 Top::Qcow2(active) => {
                     let raw = active.entry(active.cluster_of(at))?;
-                    if raw.is_empty() || active.partial(raw).is_some() {
+                    // With subclusters an entry may say nothing of this place.
+                    if raw.is_empty() || active.has_subclusters() || active.partial(raw).is_some() {
                         self.locate_below(at, 1)?;
                     }
                 }

@@ -491,7 +491,12 @@ impl World {
             let session =
                 u64::from_be_bytes(image[88..96].try_into().unwrap()) & crate::session::SESSION_MASK;
             let boot = crate::session::BootId::now().unwrap();
-            let subject = crate::journal::Subject { image: FileId { dev: 1, ino: 1 }, boot, session };
+            let subject = crate::journal::Subject {
+                image: FileId { dev: 1, ino: 1 },
+                boot,
+                session,
+                is_extended: false,
+            };
             let [first, second] = files.halves.lock().clone().map(|half| half.to_vec());
             panic!(
                 "the disk is refused: {error}; the journal has {:x?}",

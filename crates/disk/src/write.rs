@@ -2,16 +2,17 @@
 //! cover copied up.
 //!
 //! [`allocate`] writes what needs new clusters; [`partial`] writes a part of a new cluster and defers the copy-up; [`complete`]
-//! makes it up. [`guarded`] keeps headers of images off raw disks.
+//! makes it up. With [`subclusters`] a part of a cluster needs none. [`guarded`] keeps headers of images off raw disks.
 
 mod allocate;
 mod complete;
 mod partial;
+mod subclusters;
 
 use std::cell::RefCell;
 
 use vmstrata_qcow2::probe::PROBE_LEN;
-use vmstrata_qcow2::{ImageFormat, L2Entry, RawEntry};
+use vmstrata_qcow2::{ImageFormat, L2Entry, RawEntry, SubclusterState};
 use vmstrata_store::{AlignedBuf, LocalFile, Segment, Store, copy_to_slice, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
@@ -82,6 +83,11 @@ impl Layers {
             let here = at + done as u64;
             let rest = slice(from, done, len - done);
             let Some(mut wrote) = self.write_in_place(active, here, &rest, wait)? else { return Ok(false) };
+            if wrote == 0 && active.has_subclusters() {
+                let Some(part) = self.write_subclusters(active, here, &rest, wait)? else { return Ok(false) };
+                done += part;
+                continue;
+            }
             if wrote == 0 {
                 let Some(part) = self.write_partial(active, here, &rest, wait)? else { return Ok(false) };
                 wrote = part;
@@ -141,6 +147,16 @@ impl Layers {
             let raw = active.lookup(active.cluster_of(here))?;
             let (host, there) = match active.tables.entries.l2(raw) {
                 Ok(L2Entry::Data { host, copied: true }) => (host, bits.size() - within),
+                Ok(L2Entry::Subclusters { host: Some(host), copied: true, states }) => {
+                    let unit = active.tables.geometry.unit();
+                    let first = within >> unit.get();
+                    match states.run(first as u32) {
+                        (SubclusterState::Allocated, count) => {
+                            (host, ((first + u64::from(count)) << unit.get()) - within)
+                        }
+                        _ => break,
+                    }
+                }
                 _ => match written_part(active, raw, within) {
                     Some(part) => part,
                     None => break,

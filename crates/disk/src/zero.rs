@@ -1,9 +1,11 @@
-//! Writing zeros and discarding: whole clusters by changing their entries, the rest by writing zeros.
+//! Writing zeros and discarding: whole clusters, or subclusters, by changing their entries, the rest by writing zeros.
 //!
 //! A discarded range reads as zeros, never as what a layer below has there. The space of its clusters goes back to
 //! the host as soon as the change is on stable storage.
 
-use vmstrata_qcow2::{L2Entry, RawEntry};
+use std::ops::Range;
+
+use vmstrata_qcow2::{L2Entry, RawEntry, Subclusters};
 use vmstrata_store::{AlignedBuf, Segment};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
@@ -12,7 +14,7 @@ use crate::error::{ErrorKind, Result};
 use crate::layers::{Layers, Top};
 use crate::map::Source;
 
-/// What to do with whole clusters.
+/// What to do with whole clusters and subclusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// They must read as zeros; keep their space.
@@ -44,21 +46,22 @@ impl Layers {
     }
 
     fn clear_clusters(&self, active: &Active, range: GuestRange, purpose: Purpose) -> Result<()> {
-        let bits = active.tables.geometry.cluster_bits;
+        let (bits, unit) = (active.tables.geometry.cluster_bits, active.tables.geometry.unit());
         // The disk's last cluster is whole when it is covered up to the end of the disk.
         let end = range.end();
-        let whole_end = if end.get() == self.size { end.align_up(bits) } else { end.align_down(bits) };
-        let whole_start = range.start.align_up(bits);
+        let whole_end = if end.get() == self.size { end.align_up(bits) } else { end.align_down(unit) };
+        let whole_start = range.start.align_up(unit);
         if whole_start >= whole_end {
             return self.clear_part(range, purpose);
         }
         self.clear_part(GuestRange::new(range.start, whole_start - range.start), purpose)?;
+        let whole = GuestRange::new(whole_start, whole_end - whole_start);
         let mut cluster = active.cluster_of(whole_start);
-        let last = whole_end.get() >> bits.get();
+        let last = whole_end.get().div_ceil(bits.size());
         while cluster < last {
             let count = active.run_limit(cluster).min(last - cluster);
             if purpose != Purpose::Cut || active.has_table(cluster) {
-                self.clear_run(active, cluster, count, purpose)?;
+                self.clear_run(active, cluster..cluster + count, whole, purpose)?;
             }
             cluster += count;
         }
@@ -85,15 +88,29 @@ impl Layers {
         Ok(())
     }
 
-    /// Clears clusters whose entries lie in one page and one L2 table.
-    fn clear_run(&self, active: &Active, first: u64, count: u64, purpose: Purpose) -> Result<()> {
+    /// Clears what of `whole` lies in clusters whose entries lie in one page and one L2 table.
+    fn clear_run(
+        &self,
+        active: &Active,
+        clusters: Range<u64>,
+        whole: GuestRange,
+        purpose: Purpose,
+    ) -> Result<()> {
+        let (first, bits) = (clusters.start, active.tables.geometry.cluster_bits);
         let page = active.lock_page(first);
         let mut changed = Vec::new();
         let mut freed = Vec::new();
         let mut must_write = Vec::new();
-        for cluster in first..first + count {
+        for cluster in clusters {
             let old = active.entry_locked(cluster, &page)?;
-            match self.cleared(active, cluster, old, purpose)? {
+            let start = GuestOffset::new(cluster << bits.get());
+            let from = start.max(whole.start);
+            let part = GuestRange::new(from, whole.end().get().min(start.get() + bits.size()) - from.get());
+            let cleared = match part.len == bits.size() {
+                true => self.cleared(active, cluster, old, purpose)?,
+                false => self.cleared_part(active, part, old, purpose)?,
+            };
+            match cleared {
                 Cleared::Already => {}
                 Cleared::Must(new) => {
                     changed.push(Change { cluster, old, new: active.encode(new) });
@@ -101,7 +118,7 @@ impl Layers {
                         freed.extend(active.clusters_of(old)?);
                     }
                 }
-                Cleared::Write => must_write.push(cluster),
+                Cleared::Write => must_write.push(part),
             }
         }
         if !changed.is_empty() {
@@ -109,13 +126,47 @@ impl Layers {
             active.publish(&changed, &freed, &page).map_err(|error| error.in_file(&active.path))?;
         }
         drop(page);
-        let bits = active.tables.geometry.cluster_bits;
-        for cluster in must_write {
-            let start = GuestOffset::new(cluster << bits.get());
-            let len = bits.size().min(self.size - start.get());
-            self.write_zero_bytes(GuestRange::new(start, len))?;
+        for part in must_write {
+            let len = part.len.min(self.size - part.start.get());
+            self.write_zero_bytes(GuestRange::new(part.start, len))?;
         }
         Ok(())
+    }
+
+    /// The entry that makes some subclusters of a cluster read as zeros. Their space goes back with that of the last of them.
+    fn cleared_part(
+        &self,
+        active: &Active,
+        part: GuestRange,
+        old: RawEntry,
+        purpose: Purpose,
+    ) -> Result<Cleared> {
+        let (bits, unit) = (active.tables.geometry.cluster_bits, active.tables.geometry.unit());
+        let (host, copied, old) = match active.decode(old)? {
+            L2Entry::Compressed { .. } => return Ok(Cleared::Write),
+            L2Entry::Data { host, copied } => (Some(host), copied, Subclusters::ALLOCATED),
+            L2Entry::Zero { host, copied } => (host, copied, Subclusters::ZERO),
+            L2Entry::Subclusters { host, copied, states } => (host, copied, states),
+            L2Entry::Unallocated => (None, false, Subclusters::default()),
+        };
+        let first = part.start.within(bits) >> unit.get();
+        let count = part.len >> unit.get();
+        let cleared = (u32::MAX >> (u64::from(Subclusters::COUNT) - count)) << first;
+        let nothing_below = self.was_zero(active, RawEntry::EMPTY, part.start, part.len as usize)?;
+        // As if the layer had never had them, or as zeros.
+        let forgets = purpose == Purpose::Cut || nothing_below && purpose != Purpose::Zero;
+        let zero = match (forgets, nothing_below) {
+            (true, _) => old.zero & !cleared,
+            // What says nothing reads as zeros already.
+            (false, true) => old.zero | cleared & old.allocated,
+            (false, false) => old.zero | cleared,
+        };
+        let states = Subclusters { allocated: old.allocated & !cleared, zero };
+        if states == old {
+            return Ok(Cleared::Already);
+        }
+        let host = host.filter(|_| states.allocated != 0 || purpose == Purpose::Zero);
+        Ok(Cleared::Must(L2Entry::of_subclusters(host, copied && host.is_some(), states)))
     }
 
     /// The entry that makes a cluster read as zeros.

@@ -197,8 +197,11 @@ fn allocation_and_copy_on_write_survive_power_failures() {
     for_seeds(2, |seed| {
         let base = LayerShape::qcow2(14, 500 << 10);
         let active = LayerShape { operations: 5, ..LayerShape::qcow2(12, 400 << 10) };
-        let recording = record(&[base, active], "copy-on-write", seed, some(120));
-        recording.cut(seed, 250);
+        let with_subclusters = LayerShape { subclusters: true, cluster_bits: 15, ..active.clone() };
+        for active in [active, with_subclusters] {
+            let recording = record(&[base.clone(), active], "copy-on-write", seed, some(120));
+            recording.cut(seed, 250);
+        }
     });
 }
 
@@ -230,8 +233,11 @@ fn growing_refcounts_survive_power_failures() {
 fn copied_tables_survive_power_failures() {
     for_seeds(2, |seed| {
         let layer = LayerShape { snapshots: 1, compressed: Some("zlib"), ..LayerShape::qcow2(10, 300 << 10) };
-        let recording = record(&[layer], "tables", seed, some(120));
-        recording.cut(seed, 250);
+        let with_subclusters = LayerShape { subclusters: true, cluster_bits: 14, ..layer.clone() };
+        for layer in [layer, with_subclusters] {
+            let recording = record(&[layer], "tables", seed, some(120));
+            recording.cut(seed, 250);
+        }
     });
 }
 

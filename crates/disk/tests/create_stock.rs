@@ -40,8 +40,10 @@ fn every_shape_is_flawless_and_as_asked() {
                     continue;
                 }
                 let path = dir.path().join(format!("{bits}-{order}-{version}-{lazy}-{zstd}.qcow2"));
+                let subclusters = version == 3 && bits >= 14;
                 let options = CreateOptions {
                     cluster_bits: ClusterBits::new(bits).unwrap(),
+                    subclusters,
                     refcount_order: RefcountOrder::new(order).unwrap(),
                     version,
                     lazy_refcounts: lazy,
@@ -58,6 +60,7 @@ fn every_shape_is_flawless_and_as_asked() {
                 if version == 3 {
                     assert_eq!(data["refcount-bits"], 1 << order);
                     assert_eq!(data["lazy-refcounts"], lazy);
+                    assert_eq!(data["extended-l2"], subclusters);
                 }
                 assert_eq!(data["compression-type"], if zstd { "zstd" } else { "zlib" });
                 qemu_io(&path, &["write -P 9 1M 3M", "read -P 9 1M 3M", "read -P 0 0 1M"]);

@@ -190,6 +190,13 @@ fn snapshots(seed: u64) -> Bench {
     Bench::new(&[layer], seed, 90)
 }
 
+/// Parts of clusters, written one by one.
+fn subclusters(seed: u64) -> Bench {
+    let base = LayerShape::qcow2(12, 300 << 10);
+    let active = LayerShape { subclusters: true, operations: 4, ..LayerShape::qcow2(14, 400 << 10) };
+    Bench::new(&[base, active], seed, 90)
+}
+
 /// What first writes are written over is in the host's memory: it is copied up at once.
 fn in_memory(seed: u64) -> Bench {
     let base = LayerShape::qcow2(12, 300 << 10);
@@ -208,7 +215,9 @@ fn queued(seed: u64) -> [Bench; 2] {
 
 /// All of them.
 fn benches(seed: u64) -> impl Iterator<Item = Bench> {
-    [small_clusters(seed), snapshots(seed), in_memory(seed)].into_iter().chain(queued(seed))
+    [small_clusters(seed), snapshots(seed), in_memory(seed), subclusters(seed)]
+        .into_iter()
+        .chain(queued(seed))
 }
 
 #[test]

@@ -129,6 +129,7 @@ fn every_completed_write_survives_a_killed_process() {
             let mut random = random("kill", seed * 100 + u64::from(bits));
             let base = LayerShape::qcow2(14, 1 << 20);
             let active = LayerShape { snapshots: u32::from(seed == 1), ..LayerShape::qcow2(bits, 1 << 20) };
+            let active = LayerShape { subclusters: bits == 16 && seed > 0, ..active };
             let made = make(dir.path(), &[base, active], &mut random);
             let mut before = made.model;
             for round in 0..4 {
@@ -160,7 +161,8 @@ fn every_completed_write_of_several_threads_survives_a_killed_process() {
     for_seeds(6, |seed| {
         let dir = scratch();
         let bits = [9, 12, 16][seed as usize % 3];
-        let active = LayerShape { operations: 0, ..LayerShape::qcow2(bits, 3 << 20) };
+        let subclusters = bits == 16 && seed > 2;
+        let active = LayerShape { operations: 0, subclusters, ..LayerShape::qcow2(bits, 3 << 20) };
         let made = make(dir.path(), &[LayerShape::qcow2(14, 3 << 20), active], &mut random("kill", seed));
         run_and_kill(&made.top, seed, made.cluster, "threads", 1 + seed as usize % 7 * 20);
         stock::assert_safe(&made.top);

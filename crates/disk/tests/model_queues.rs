@@ -135,7 +135,8 @@ fn threads_that_share_clusters_do_not_disturb_each_other() {
             let dir = scratch();
             let size = if bits == 9 { 1 << 20 } else { 3 << 20 };
             let base = LayerShape { compressed: Some("zlib"), ..LayerShape::qcow2(15, size) };
-            let active = LayerShape { snapshots: u32::from(seed % 2 == 0), ..LayerShape::qcow2(bits, size) };
+            let snapshots = u32::from(seed % 2 == 0);
+            let active = LayerShape { snapshots, subclusters: bits == 14, ..LayerShape::qcow2(bits, size) };
             disjoint(&[base, active], CacheMode::Host, 0, dir.path(), seed * 100 + u64::from(bits));
         }
     });

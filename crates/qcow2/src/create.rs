@@ -14,7 +14,7 @@ use vmstrata_types::{ClusterBits, HostOffset};
 use self::header::encode_header;
 use crate::extension::MAX_BACKING_FORMAT_LEN;
 use crate::feature::{Autoclear, Compatible, CompressionType, Incompatible};
-use crate::geometry::{ENTRY_LEN, Geometry};
+use crate::geometry::{ENTRY_LEN, Geometry, MIN_EXTENDED};
 use crate::header::{EncodeError, Header, MAX_L1_ENTRIES, V2_LEN, V3_LEN, field};
 use crate::refcount::{self, RefcountOrder};
 use crate::snapshot_info::{LayerRecord, SnapshotInfoError};
@@ -29,6 +29,8 @@ pub struct CreateOptions {
     pub version: u32,
     /// Size of a cluster.
     pub cluster_bits: ClusterBits,
+    /// Extended L2 entries: version 3 and clusters of 16 KiB or more only.
+    pub subclusters: bool,
     /// Size of the disk in bytes.
     pub size: u64,
     /// Width of refcounts; version 2 has only 16 bits.
@@ -55,6 +57,7 @@ impl CreateOptions {
         Self {
             version: 3,
             cluster_bits: ClusterBits::DEFAULT,
+            subclusters: false,
             size,
             refcount_order: RefcountOrder::DEFAULT,
             backing: None,
@@ -63,6 +66,17 @@ impl CreateOptions {
             feature_names: true,
             index_room: false,
             record: None,
+        }
+    }
+}
+
+impl CreateOptions {
+    /// The shape of its tables.
+    fn geometry(&self) -> Geometry {
+        if self.subclusters {
+            Geometry::extended(self.cluster_bits)
+        } else {
+            Geometry::new(self.cluster_bits)
         }
     }
 }
@@ -87,6 +101,12 @@ pub enum CreateError {
     NeedsVersion3 {
         /// The feature, in words.
         feature: &'static str,
+    },
+    /// A subcluster has a sector at least.
+    #[error("clusters of {cluster_size} bytes are too small for subclusters: {} bytes is the least", MIN_EXTENDED.size())]
+    TooSmallForSubclusters {
+        /// Bytes of a cluster.
+        cluster_size: u64,
     },
     /// The L1 table would be larger than anyone reads.
     #[error("a disk of {size} bytes is too large for {cluster_size}-byte clusters, which reach {max} bytes")]
@@ -153,6 +173,8 @@ fn check(options: &CreateOptions) -> Result<(), CreateError> {
             Some("lazy refcounts")
         } else if options.compression_type != CompressionType::Zlib {
             Some("a compression type other than zlib")
+        } else if options.subclusters {
+            Some("subclusters")
         } else {
             None
         };
@@ -160,7 +182,10 @@ fn check(options: &CreateOptions) -> Result<(), CreateError> {
             return Err(CreateError::NeedsVersion3 { feature });
         }
     }
-    let max = max_size(options.cluster_bits);
+    if options.subclusters && options.cluster_bits < MIN_EXTENDED {
+        return Err(CreateError::TooSmallForSubclusters { cluster_size: options.cluster_bits.size() });
+    }
+    let max = options.geometry().l2_span() * u64::from(MAX_L1_ENTRIES);
     if options.size > max {
         let (size, cluster_size) = (options.size, options.cluster_bits.size());
         return Err(CreateError::TooLarge { size, cluster_size, max });
@@ -188,7 +213,7 @@ impl Layout {
     /// Grows the refcount structures until they cover the image, themselves included.
     fn of(options: &CreateOptions) -> Self {
         let bits = options.cluster_bits;
-        let l1_entries = Geometry::new(bits).l1_entries(options.size);
+        let l1_entries = options.geometry().l1_entries(options.size);
         let per_block = options.refcount_order.entries_per_block(bits) as u64;
         let mut layout =
             Self { bits, table: 1, blocks: 1, l1: (l1_entries * ENTRY_LEN).div_ceil(bits.size()) };
@@ -243,7 +268,9 @@ impl Layout {
 fn header(options: &CreateOptions, layout: &Layout) -> Header {
     let header_length = if options.version == 2 { V2_LEN } else { V3_LEN };
     let zstd = options.compression_type != CompressionType::Zlib;
-    let l1_size = Geometry::new(options.cluster_bits).l1_entries(options.size) as u32;
+    let l1_size = options.geometry().l1_entries(options.size) as u32;
+    let mut incompatible = if zstd { Incompatible::COMPRESSION_TYPE } else { Incompatible::empty() };
+    incompatible.set(Incompatible::EXTENDED_L2, options.subclusters);
     Header {
         version: options.version,
         backing_file: None,
@@ -256,7 +283,7 @@ fn header(options: &CreateOptions, layout: &Layout) -> Header {
         refcount_table_clusters: layout.table as u32,
         snapshot_count: 0,
         snapshots_offset: HostOffset::ZERO,
-        incompatible: if zstd { Incompatible::COMPRESSION_TYPE } else { Incompatible::empty() },
+        incompatible,
         compatible: if options.lazy_refcounts { Compatible::LAZY_REFCOUNTS } else { Compatible::empty() },
         autoclear: Autoclear::empty(),
         refcount_order: options.refcount_order,

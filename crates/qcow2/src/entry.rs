@@ -196,7 +196,7 @@ pub enum L2Entry {
 
 impl L2Entry {
     /// What extended entries say of a cluster: one thing, where all subclusters are alike.
-    const fn of_subclusters(host: Option<HostOffset>, copied: bool, states: Subclusters) -> Self {
+    pub const fn of_subclusters(host: Option<HostOffset>, copied: bool, states: Subclusters) -> Self {
         match (host, states.allocated, states.zero) {
             (None, 0, 0) => Self::Unallocated,
             (Some(host), u32::MAX, _) => Self::Data { host, copied },

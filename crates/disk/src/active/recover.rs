@@ -41,10 +41,13 @@ impl Active {
             };
             if let Some(host) = host_of(self.tables.entries, bits, (slot, last)) {
                 let refcount = host.map_or(Ok(0), |host| self.alloc.refcount(host))?;
-                if refcount != 1 {
+                // Where only bits of subclusters changed, others may use the cluster too.
+                let is_l2 = matches!(slot, Slot::L2(_));
+                let is_shared = is_l2 && self.has_subclusters() && last.word & COPIED == 0 && refcount > 0;
+                if refcount != 1 && !is_shared {
                     return Ok(Err(Mismatch::Refcount { slot, host, refcount }));
                 }
-                if let Some(other) = led_to.insert(host, slot) {
+                if !is_shared && let Some(other) = led_to.insert(host, slot) {
                     return Ok(Err(Mismatch::Shared { slots: [other, slot], host }));
                 }
             }

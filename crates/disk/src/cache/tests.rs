@@ -114,3 +114,33 @@ fn racing_readers_never_see_another_pages_word() {
         stop.store(true, Ordering::Relaxed);
     });
 }
+
+/// Readers race with updates of an entry of two words, and of its neighbour: they see both words of one update, or none.
+#[test]
+fn racing_readers_see_both_words_of_an_entry() {
+    let cache = PageCache::new(0).unwrap();
+    let (key, stop) = (PageKey::new(1, 5), AtomicBool::new(false));
+    cache.fill(key, &[0; PAGE_WORDS]);
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = (0..2)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut seen = 0u64;
+                    while seen == 0 || !stop.load(Ordering::Relaxed) {
+                        if let Some([word, subclusters]) = cache.get_pair(key, 6) {
+                            assert_eq!(subclusters, word.wrapping_mul(3));
+                            seen += 1;
+                        }
+                    }
+                })
+            })
+            .collect();
+        for word in 1..50_000u64 {
+            cache.update_pair(key, 6, [word, word.wrapping_mul(3)]);
+            cache.update_pair(key, 8, [word, word]);
+        }
+        stop.store(true, Ordering::Relaxed);
+        readers.into_iter().for_each(|reader| reader.join().unwrap());
+    });
+    assert_eq!(cache.get_pair(key, 8), Some([49_999; 2]));
+}

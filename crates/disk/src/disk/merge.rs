@@ -187,6 +187,9 @@ impl Running {
             return Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path));
         };
         let plan = || -> Result<Relink> {
+            if active.has_subclusters() {
+                return Err(ErrorKind::Subclusters.into());
+            }
             let len = active.store.len().while_trying("read the file's length")?;
             let head = read_head(&*active.store, len)?;
             Relink::plan(&*active.store, &head.header, below_of(chain, self.range)?.as_ref())

@@ -103,7 +103,8 @@ fn take_over(
 ) -> Result<(Journal, u64)> {
     let in_file = |error: Error| error.in_file(&active.path);
     let boot = BootId::now().while_trying("read the kernel's boot id")?;
-    let subject = Subject { image: active.identity.file, boot, session: old };
+    let is_extended = active.has_subclusters();
+    let subject = Subject { image: active.identity.file, boot, session: old, is_extended };
     let (mut journal, found) = Journal::open(dir, subject, opener)?;
     if found.is_there {
         recover(active, dir, (&found.records, unflushed), layers).map_err(in_file)?;

@@ -30,9 +30,9 @@ pub enum ErrorKind {
         /// What is wrong with the entry.
         entry: EntryError,
     },
-    /// An image that can be read, not written.
+    /// A merge would copy into an image with subclusters.
     #[error(
-        "its L2 entries have subclusters, which vmstrata reads and does not write: open it read-only, or put an overlay without them on it"
+        "has subclusters, and no layer is merged into one that does: copy the disk with `qemu-img convert`"
     )]
     Subclusters,
     /// A table entry points to bytes that the file does not have.

@@ -8,7 +8,7 @@ use crate::opener::LocalFiles;
 const EIO: i32 = 5;
 
 fn subject(ino: u64, session: u64) -> Subject {
-    Subject { image: FileId { dev: 1, ino }, boot: BootId([7; 16]), session }
+    Subject { image: FileId { dev: 1, ino }, boot: BootId([7; 16]), session, is_extended: false }
 }
 
 /// A journal in a session of its own.

@@ -7,7 +7,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use vmstrata_qcow2::RawEntry;
 use vmstrata_store::Planted;
 use vmstrata_types::GuestOffset;
 
@@ -90,7 +89,7 @@ impl FrozenMap {
         let entries = active.page(clusters.start)?;
         // Of a disk that became shorter, the pages of before say more.
         let mut is_empty =
-            || Planted::StalePage.is_there() || clusters.all(|cluster| entry(&entries, cluster).is_empty());
+            || Planted::StalePage.is_there() || clusters.all(|cluster| active.entry_of(&entries, cluster).is_empty());
         if self.size >= below.size && is_empty() {
             self.cache.forget_page(new);
             return Ok(false);
@@ -166,7 +165,7 @@ impl FrozenMap {
         let merge = Merge::new(&self.layers[newest], newest, self.unit).expect("an active layer with tables");
         let bits = active.tables.geometry.cluster_bits;
         for cluster in self.clusters(active, first_unit) {
-            let raw = entry(entries, cluster);
+            let raw = active.entry_of(entries, cluster);
             if !raw.is_empty() {
                 merge.put(GuestOffset::new(cluster << bits.get()), raw, first_unit, words);
             }
@@ -189,9 +188,4 @@ impl FrozenMap {
         }
         Ok(words)
     }
-}
-
-/// A cluster's raw entry in the page of entries that holds it.
-fn entry(entries: &[u64; PAGE_WORDS], cluster: u64) -> RawEntry {
-    RawEntry::standard(entries[cluster as usize % PAGE_WORDS])
 }

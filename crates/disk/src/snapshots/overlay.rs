@@ -30,6 +30,7 @@ pub(crate) struct Below {
     size: u64,
     version: u32,
     cluster_bits: ClusterBits,
+    subclusters: bool,
     refcount_order: RefcountOrder,
     compression_type: CompressionType,
     lazy_refcounts: bool,
@@ -71,6 +72,7 @@ impl Below {
             size: file.size,
             version: header.map_or(like.version, |header| header.version),
             cluster_bits: header.map_or(like.cluster_bits, |header| header.cluster_bits),
+            subclusters: header.is_some_and(Header::has_subclusters),
             refcount_order: header.map_or(like.refcount_order, |header| header.refcount_order),
             compression_type: header.map_or(like.compression_type, |header| header.compression_type),
             lazy_refcounts: header
@@ -87,6 +89,7 @@ impl Below {
         Ok(new_image(&CreateOptions {
             version: self.version,
             cluster_bits: self.cluster_bits,
+            subclusters: self.subclusters,
             refcount_order: self.refcount_order,
             backing: Some(backing),
             lazy_refcounts: self.lazy_refcounts,

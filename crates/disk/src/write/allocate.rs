@@ -37,7 +37,12 @@ impl Layers {
         let first = active.cluster_of(at);
         let page = active.lock_page(first);
         let len = (total_len(from) as u64).min(RUN_BYTES);
-        let wanted = (at.within(bits) + len).div_ceil(bits.size()).min(active.run_limit(first));
+        let clusters = match active.has_subclusters() {
+            // Of others a part is written.
+            true => len / bits.size(),
+            false => (at.within(bits) + len).div_ceil(bits.size()),
+        };
+        let wanted = clusters.min(active.run_limit(first));
         let mut old = self.entries_to_allocate(active, first, wanted, &page)?;
         if old.is_empty() {
             return Ok(0);
@@ -74,7 +79,11 @@ impl Layers {
             if active.partial(raw).is_some() {
                 break;
             }
-            if matches!(active.decode(raw)?, L2Entry::Data { copied: true, .. }) {
+            let is_own = matches!(
+                active.decode(raw)?,
+                L2Entry::Data { copied: true, .. } | L2Entry::Subclusters { host: Some(_), copied: true, .. }
+            );
+            if is_own {
                 break;
             }
             old.push(raw);

@@ -207,7 +207,11 @@ impl Layers {
 }
 
 /// Locks a cluster and returns its entry; `None` when that takes waiting and must not.
-fn lock_entry(active: &Active, cluster: u64, wait: Wait) -> Result<Option<(EntryGuard<'_>, RawEntry)>> {
+pub(super) fn lock_entry(
+    active: &Active,
+    cluster: u64,
+    wait: Wait,
+) -> Result<Option<(EntryGuard<'_>, RawEntry)>> {
     if wait == Wait::MustNot {
         return Ok(active.try_lock_cluster(cluster).and_then(|guard| Some((guard, active.lookup(cluster)?))));
     }
@@ -217,7 +221,7 @@ fn lock_entry(active: &Active, cluster: u64, wait: Wait) -> Result<Option<(Entry
 }
 
 /// Allocates a cluster, with a table for its entry; `None` when that takes waiting and must not.
-fn new_cluster(active: &Active, cluster: u64, wait: Wait) -> Result<Option<NewClusters<'_>>> {
+pub(super) fn new_cluster(active: &Active, cluster: u64, wait: Wait) -> Result<Option<NewClusters<'_>>> {
     if wait == Wait::MustNot {
         return Ok(active.try_ensure_table(cluster).and_then(|()| active.try_allocate()));
     }

@@ -72,6 +72,7 @@ pub struct Made {
     pub top: PathBuf,
     pub is_raw: bool,
     pub version: u32,
+    /// Bytes of a cluster, or of a subcluster: what a discard takes.
     pub cluster: u64,
     pub has_backing: bool,
     pub model: Vec<u8>,
@@ -106,7 +107,10 @@ pub fn make(dir: &Path, layers: &[LayerShape], random: &mut SmallRng) -> Made {
         top,
         is_raw: last.raw,
         version: last.version,
-        cluster: if last.raw { SECTOR } else { 1 << last.cluster_bits },
+        cluster: match last.raw {
+            true => SECTOR,
+            false => (1 << last.cluster_bits) / if last.subclusters { 32 } else { 1 },
+        },
         has_backing: layers.len() > 1,
         model,
         snapshots,

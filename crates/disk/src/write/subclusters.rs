@@ -1,0 +1,209 @@
+//! Writing into clusters that have subclusters: a request writes its own bytes, and of the first and last subcluster what it does
+//! not cover. Nothing else is copied up.
+//!
+//! The subclusters' bits are published once their bytes are written. Until then they are what they were for all others: one that
+//! has no data yet may be written where it will lie.
+
+use vmstrata_qcow2::{L2Entry, RawEntry, SubclusterState, Subclusters};
+use vmstrata_store::{Segment, SegmentVec, copy_to_slice, slice, total_len};
+use vmstrata_types::{GuestOffset, HostOffset};
+
+use super::partial::{lock_entry, new_cluster};
+use super::{Wait, with_scratch};
+use crate::active::{Active, Change, EntryGuard, NewClusters};
+use crate::error::{Error, IoContext as _, Result};
+use crate::layers::Layers;
+
+/// What of a request one cluster takes.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    cluster: u64,
+    /// Where the cluster begins.
+    start: GuestOffset,
+    within: usize,
+    len: usize,
+    /// The subclusters that it touches, a bit each.
+    touched: u32,
+}
+
+impl Piece {
+    fn end(self) -> usize {
+        self.within + self.len
+    }
+}
+
+impl Layers {
+    /// Writes what of the request lies in its first cluster; returns how many bytes, 0 when someone else was faster, `None` when
+    /// that takes waiting and must not.
+    pub(super) fn write_subclusters(
+        &self,
+        active: &Active,
+        at: GuestOffset,
+        from: &[Segment<'_>],
+        wait: Wait,
+    ) -> Result<Option<usize>> {
+        let bits = active.tables.geometry.cluster_bits;
+        let is_whole = at.is_aligned(bits) && total_len(from) as u64 >= bits.size();
+        if is_whole && wait == Wait::May {
+            let wrote = self.write_allocating(active, at, from)?;
+            if wrote > 0 {
+                return Ok(Some(wrote));
+            }
+        }
+        let piece = piece_of(active, at, total_len(from));
+        let Some((guard, raw)) = lock_entry(active, piece.cluster, wait)? else { return Ok(None) };
+        let from = slice(from, 0, piece.len);
+        let entry = active.decode(raw)?;
+        let states = match entry {
+            // It can be overwritten in place by now.
+            L2Entry::Data { copied: true, .. } => return Ok((wait == Wait::May).then_some(0)),
+            L2Entry::Data { .. } | L2Entry::Compressed { .. } => Subclusters::ALLOCATED,
+            L2Entry::Zero { .. } => Subclusters::ZERO,
+            L2Entry::Subclusters { states, .. } => states,
+            L2Entry::Unallocated => Subclusters::default(),
+        };
+        let old = Old { raw, entry, states };
+        // Copy on write.
+        if states.allocated != 0 && old.own_host().is_none() {
+            return match wait {
+                Wait::MustNot => Ok(None),
+                Wait::May => self.write_copy(active, piece, &from, old, &guard).map(Some),
+            };
+        }
+        self.write_piece(active, piece, &from, old, wait, &guard)
+    }
+
+    /// Writes a piece into a cluster of the layer's own, or into a new one where nothing has to be copied but edges.
+    fn write_piece(
+        &self,
+        active: &Active,
+        piece: Piece,
+        from: &[Segment<'_>],
+        old: Old,
+        wait: Wait,
+        guard: &EntryGuard<'_>,
+    ) -> Result<Option<usize>> {
+        let unit = active.tables.geometry.unit().size() as usize;
+        let has_data = |subcluster: usize| old.states.allocated >> subcluster & 1 == 1;
+        let head = if has_data(piece.within / unit) { 0 } else { piece.within % unit };
+        let last = (piece.end() - 1) / unit;
+        let tail = if has_data(last) { 0 } else { (last + 1) * unit - piece.end() };
+        if wait == Wait::MustNot && head + tail > 0 {
+            return Ok(None);
+        }
+        let new = match old.own_host() {
+            Some(_) if wait == Wait::MustNot => match active.try_ensure_table(piece.cluster) {
+                Some(()) => None,
+                None => return Ok(None),
+            },
+            Some(_) => {
+                active.ensure_table(piece.cluster).map_err(|error| error.in_file(&active.path))?;
+                None
+            }
+            None => match new_cluster(active, piece.cluster, wait)? {
+                Some(new) => Some(new),
+                None => return Ok(None),
+            },
+        };
+        let host = old.own_host().or(new.as_ref().map(|new| new.at)).expect("the one or the other");
+        let place = host + (piece.within - head) as u64;
+        with_scratch(head + tail, |scratch| {
+            let (before, after) = scratch.split_at_mut(head);
+            self.copy_up(active, old.raw, piece.start + (piece.within - head) as u64, before)?;
+            self.copy_up(active, old.raw, piece.start + piece.end() as u64, after)?;
+            let mut segments: SegmentVec<'_> = SegmentVec::new();
+            segments.extend((!before.is_empty()).then(|| Segment::from_mut(before)));
+            segments.extend_from_slice(from);
+            segments.extend((!after.is_empty()).then(|| Segment::from_mut(after)));
+            let written = self.overwrite(&*active.store, &segments, place).while_trying("write");
+            written.map_err(|error| error.at(place).in_file(&active.path))
+        })?;
+        self.publish_subclusters(active, piece, (host, old), new, guard)?;
+        Ok(Some(piece.len))
+    }
+
+    /// Writes a piece into a new cluster, with all that has data in the old one, which others use, or which is compressed.
+    fn write_copy(
+        &self,
+        active: &Active,
+        piece: Piece,
+        from: &[Segment<'_>],
+        old: Old,
+        guard: &EntryGuard<'_>,
+    ) -> Result<usize> {
+        let new = new_cluster(active, piece.cluster, Wait::May)?.expect("it may wait");
+        let unit = active.tables.geometry.unit().size() as usize;
+        let (host, needed) =
+            (new.at, Subclusters { allocated: old.states.allocated | piece.touched, zero: 0 });
+        with_scratch(active.tables.geometry.cluster_bits.size() as usize, |bytes| {
+            let runs = || needed.runs().filter(|(.., state)| *state == SubclusterState::Allocated);
+            let of_run =
+                |(first, count, _): (u32, u32, _)| first as usize * unit..(first + count) as usize * unit;
+            for run in runs().map(of_run) {
+                self.copy_up(active, old.raw, piece.start + run.start as u64, &mut bytes[run])?;
+            }
+            copy_to_slice(from, &mut bytes[piece.within..piece.end()]);
+            for run in runs().map(of_run) {
+                let place = host + run.start as u64;
+                let part = Segment::from_mut(&mut bytes[run]);
+                let written = self.overwrite(&*active.store, &[part], place).while_trying("write");
+                written.map_err(|error| error.at(place).in_file(&active.path))?;
+            }
+            Ok::<(), Error>(())
+        })?;
+        self.publish_subclusters(active, piece, (host, old), Some(new), guard)?;
+        Ok(piece.len)
+    }
+
+    /// Publishes a piece whose bytes are written in the cluster at `host`.
+    fn publish_subclusters(
+        &self,
+        active: &Active,
+        piece: Piece,
+        (host, old): (HostOffset, Old),
+        new: Option<NewClusters<'_>>,
+        guard: &EntryGuard<'_>,
+    ) -> Result<()> {
+        let allocated = old.states.allocated | piece.touched;
+        let states = Subclusters { allocated, zero: old.states.zero & !allocated };
+        let entry = active.encode(L2Entry::of_subclusters(Some(host), true, states));
+        let freed = if new.is_some() { active.clusters_of(old.raw)? } else { None };
+        if entry != old.raw {
+            let change = Change { cluster: piece.cluster, old: old.raw, new: entry };
+            active
+                .publish(&[change], freed.as_slice(), guard)
+                .map_err(|error| error.in_file(&active.path))?;
+        }
+        new.into_iter().for_each(NewClusters::keep);
+        Ok(())
+    }
+}
+
+/// What a cluster was before a write.
+#[derive(Clone, Copy, Debug)]
+struct Old {
+    raw: RawEntry,
+    entry: L2Entry,
+    states: Subclusters,
+}
+
+impl Old {
+    /// The cluster, if it is the layer's alone.
+    fn own_host(self) -> Option<HostOffset> {
+        match self.entry {
+            L2Entry::Zero { host, copied: true } | L2Entry::Subclusters { host, copied: true, .. } => host,
+            _ => None,
+        }
+    }
+}
+
+/// What of `len` bytes at `at` lies in the first cluster.
+fn piece_of(active: &Active, at: GuestOffset, len: usize) -> Piece {
+    let bits = active.tables.geometry.cluster_bits;
+    let unit = active.tables.geometry.unit().size() as usize;
+    let within = at.within(bits) as usize;
+    let len = len.min(bits.size() as usize - within);
+    let (first, last) = (within / unit, (within + len - 1) / unit);
+    let touched = (u32::MAX >> (31 - (last - first))) << first;
+    Piece { cluster: active.cluster_of(at), start: at.align_down(bits), within, len, touched }
+}

@@ -1,0 +1,98 @@
+//! Disks whose active layer has subclusters: a write costs what it writes, also after a snapshot.
+
+mod common;
+
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use common::flat::{assert_reads, pattern, range, read, write};
+use common::stock::{assert_clean, content};
+use common::{open, random, scratch};
+use vmstrata_disk::snapshot::SnapshotInfo;
+use vmstrata_disk::{CreateOptions, Disk, Format, create, snapshot_together};
+use vmstrata_types::ClusterBits;
+
+const CLUSTER: u64 = 128 << 10;
+const SUBCLUSTER: u64 = 4096;
+const SIZE: u64 = 8 * CLUSTER;
+
+/// An empty overlay with subclusters on a full raw base, and what it reads as.
+fn made(dir: &Path) -> (PathBuf, Vec<u8>) {
+    let model = pattern(&mut random("subclusters", 0), SIZE as usize);
+    std::fs::write(dir.join("base"), &model).unwrap();
+    let options = CreateOptions {
+        cluster_bits: ClusterBits::from_size(CLUSTER).unwrap(),
+        subclusters: true,
+        backing: Some(("base".into(), Format::Raw)),
+        ..CreateOptions::default()
+    };
+    let top = dir.join("disk.qcow2");
+    create(&top, &options).unwrap();
+    (top, model)
+}
+
+/// Writes to the disk and to what it must read as.
+fn put(disk: &Disk, model: &mut [u8], at: u64, len: u64, fill: u8) {
+    let bytes = vec![fill; len as usize];
+    write(disk, at, &bytes).unwrap();
+    model[at as usize..(at + len) as usize].copy_from_slice(&bytes);
+}
+
+fn bytes_on_host(path: &Path) -> u64 {
+    path.metadata().unwrap().blocks() * 512
+}
+
+#[test]
+fn a_small_write_into_a_cluster_that_is_there_costs_its_own_bytes() {
+    let dir = scratch();
+    let (top, mut model) = made(dir.path());
+    let disk = open(&top);
+    put(&disk, &mut model, CLUSTER + SUBCLUSTER, SUBCLUSTER, 1);
+    disk.flush().unwrap();
+    let before = bytes_on_host(&top);
+    for (number, subcluster) in [(2, 3), (3, 9), (4, 30)] {
+        put(&disk, &mut model, CLUSTER + subcluster * SUBCLUSTER, SUBCLUSTER, number);
+    }
+    disk.flush().unwrap();
+    assert_eq!(bytes_on_host(&top) - before, 3 * SUBCLUSTER);
+    // Of a part of a subcluster the rest is copied up.
+    put(&disk, &mut model, CLUSTER + 20 * SUBCLUSTER + 512, 512, 5);
+    disk.flush().unwrap();
+    assert_eq!(bytes_on_host(&top) - before, 4 * SUBCLUSTER);
+    disk.discard(range(CLUSTER + 3 * SUBCLUSTER, SUBCLUSTER)).unwrap();
+    model[(CLUSTER + 3 * SUBCLUSTER) as usize..][..SUBCLUSTER as usize].fill(0);
+    assert_reads(&disk, &model, "before it is closed");
+    disk.close().unwrap();
+    drop(disk);
+    assert_clean(&top);
+    assert!(content(&top, "qcow2") == model);
+}
+
+#[test]
+fn snapshots_of_a_disk_with_subclusters_have_them_too() {
+    let dir = scratch();
+    let (top, mut model) = made(dir.path());
+    let disk = open(&top);
+    let mut states = Vec::new();
+    for name in ["one", "two", "three"] {
+        let fill = states.len() as u8 + 1;
+        for cluster in 0..SIZE / CLUSTER {
+            put(&disk, &mut model, cluster * CLUSTER + u64::from(fill) * 3 * SUBCLUSTER, SUBCLUSTER, fill);
+        }
+        let info = SnapshotInfo { name: name.into(), ..SnapshotInfo::default() };
+        let taken = snapshot_together(&[&disk], &info).unwrap();
+        states.push((taken[0].layer.clone(), model.clone()));
+        assert_reads(&disk, &model, name);
+    }
+    put(&disk, &mut model, 0, SUBCLUSTER / 2, 9);
+    assert!(read(&disk, 0, 512).unwrap() == [9; 512]);
+    disk.close().unwrap();
+    drop(disk);
+    states.push((top, model));
+    for (layer, model) in &states {
+        assert_clean(layer);
+        assert!(content(layer, "qcow2") == *model, "{}", layer.display());
+        let header = std::fs::read(layer).unwrap();
+        assert_eq!(header[79] & 16, 16, "{} has extended entries", layer.display());
+    }
+}
