@@ -184,6 +184,9 @@ pub struct CreateArgs {
     /// Bytes per cluster: a power of two from 512 to 2M
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "64K")]
     pub cluster_size: u64,
+    /// Give each cluster 32 subclusters: a write copies up one of them at most; for clusters of 16K and more
+    #[arg(long)]
+    pub subclusters: bool,
     /// Bits per reference count: 1, 2, 4, 8, 16, 32 or 64
     #[arg(long, value_name = "BITS", default_value_t = 16)]
     pub refcount_bits: u32,
@@ -209,6 +212,7 @@ Examples:
   vmstrata create data.qcow2 100G
   vmstrata create web.qcow2 --backing golden.qcow2           as large as golden.qcow2
   vmstrata create web.qcow2 40G -b golden.raw -F raw         larger than its base
+  vmstrata create vm.qcow2 40G --cluster-size 128K --subclusters
   vmstrata create old.qcow2 10G --format-version 2
 
 The backing file's name is stored as given; a relative one is looked up from the new file's directory.

@@ -32,6 +32,7 @@ fn every_option_is_what_qemu_img_finds_in_the_image() {
         (&["--refcount-bits", "64"], &[("refcount-bits", "64")]),
         (&["--lazy-refcounts"], &[("lazy-refcounts", "true")]),
         (&["--compression", "zstd"], &[("compression-type", "zstd")]),
+        (&["--subclusters"], &[("extended-l2", "true")]),
         (&["--cluster-size", "512"], &[]),
         (&["--cluster-size", "2M"], &[]),
     ] {
@@ -122,6 +123,8 @@ fn what_cannot_be_made_leaves_nothing_behind() {
         (&["1M", "--cluster-size", "256"][..], "cluster"),
         (&["1M", "--cluster-size", "60K"], "cluster"),
         (&["1M", "--refcount-bits", "12"], "refcount"),
+        (&["1M", "--cluster-size", "8K", "--subclusters"], "too small for subclusters"),
+        (&["1M", "--format-version", "2", "--subclusters"], "cannot have subclusters"),
         (&["1M", "--format-version", "2", "--lazy-refcounts"], "lazy refcounts"),
         (&["1M", "--format-version", "2", "--compression", "zstd"], "zlib"),
         (&["1E", "--cluster-size", "512"], "too large"),

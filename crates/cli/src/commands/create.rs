@@ -57,6 +57,7 @@ fn options(args: &CreateArgs) -> Result<CreateOptions> {
                 args.cluster_size
             )
         })?,
+        subclusters: args.subclusters,
         refcount_order: RefcountOrder::from_width_bits(args.refcount_bits).with_context(|| {
             format!("--refcount-bits {}: a refcount has 1, 2, 4, 8, 16, 32 or 64 bits", args.refcount_bits)
         })?,
