@@ -48,7 +48,8 @@ use plan::Part;
 use read::Read;
 use views::{Fetch, Views};
 
-/// See the module documentation. Belongs to the thread that uses it first.
+/// See the module documentation. Belongs to the thread that uses it first; while a flush is in flight, that thread must not call
+/// what flushes the disk otherwise ([`Disk::flush`], a snapshot, [`Disk::close`]), as that waits until the flush has been reaped.
 #[derive(Debug)]
 pub struct IoQueue {
     disk: Arc<Disk>,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::faulty::FaultyFiles;
-use common::flat::{assert_reads, assert_same, read, write};
+use common::flat::{assert_reads, assert_same, range, read, write};
 use common::io::{Client, Done};
 use common::stock::{self, path_str, qemu_img};
 use common::{open_read_only, scratch, wait_until};
@@ -227,15 +227,16 @@ fn one_flush_of_the_ring_serves_all_that_wait() {
         let mut client = Client::new(&full.disk, 16);
         client.push(Op::Flush, 0, 0, None);
         client.submit();
-        assert!(full.plan.wait_until_held(1, Duration::ZERO), "no flush of the ring");
+        let is_held = full.plan.wait_until_held(1, Duration::ZERO);
         for number in 0..COUNT {
             client.push(DURABLE, number * CLUSTER, LEN, Some(&NEW));
             client.push(Op::Flush, 0, 0, None);
         }
         let read = client.push(Op::Read, COUNT * CLUSTER, LEN, None);
         let passed: Vec<u64> = client.wait().iter().map(|done| done.token).collect();
-        assert_eq!(passed, [read], "who does not flush waits for no flush");
         full.plan.release();
+        assert!(is_held, "no flush of the ring");
+        assert_eq!(passed, [read], "who does not flush waits for no flush");
         let done = client.drain();
         assert_eq!(done.len() as u64, 1 + 2 * COUNT);
         assert!(done.iter().all(|done| done.result.is_ok()));
@@ -276,12 +277,27 @@ fn a_flush_of_the_ring_that_fails_fails_the_disk_and_is_not_made_again() {
     }
 }
 
+impl Full {
+    /// What the disk reads at `at` after a power failure at a moment that keeps nothing but what was flushed since `since`, in a
+    /// log's records; then the image was `before`.
+    fn after_power_failure(&self, (before, since): &(Vec<u8>, usize), moment: Moment, at: u64) -> Vec<u8> {
+        let crash = Crash { kind: CrashKind::Power, at: moment, survivors: Survivors::None };
+        let left = self.dir.path().join("left");
+        std::fs::write(&left, crash.image(before, &self.plan.log()[*since..], self.id)).unwrap();
+        read(&open_read_only(&left), at, LEN as usize).unwrap()
+    }
+
+    /// The image now, and how long the log is.
+    fn image(&self) -> (Vec<u8>, usize) {
+        (std::fs::read(self.dir.path().join("disk")).unwrap(), self.plan.log().len())
+    }
+}
+
 #[test]
 fn what_a_queue_made_durable_survives_a_power_failure() {
     for alignment in [1, 512] {
         let full = full(alignment);
-        let path = full.dir.path().join("disk");
-        let (before, begun) = (std::fs::read(&path).unwrap(), full.plan.log().len());
+        let before = full.image();
         let mut client = Client::new(&full.disk, 16);
         let wait_for = |client: &mut Client, token: u64| -> Moment {
             loop {
@@ -300,18 +316,60 @@ fn what_a_queue_made_durable_survives_a_power_failure() {
             let written = client.push(DURABLE, (first + 1) * CLUSTER, LEN, Some(&NEW));
             durable.push(wait_for(&mut client, written));
         }
-        let log = &full.plan.log()[begun..];
-        for at in (log[0].issued.0..=full.plan.now().0).map(Moment) {
-            let crash = Crash { kind: CrashKind::Power, at, survivors: Survivors::None };
-            let left = full.dir.path().join("left");
-            std::fs::write(&left, crash.image(&before, log, full.id)).unwrap();
-            let disk = open_read_only(&left);
-            for (cluster, since) in (0..).zip(&durable) {
-                let found = read(&disk, cluster * CLUSTER, LEN as usize).unwrap();
-                assert!(*since > at || found == NEW, "cluster {cluster} is lost at {at:?}");
+        let first = full.plan.log()[before.1].issued.0;
+        for at in (first..=full.plan.now().0).map(Moment) {
+            for (cluster, since) in (0..).zip(&durable).filter(|(_, since)| **since <= at) {
+                let found = full.after_power_failure(&before, at, cluster * CLUSTER);
+                assert!(found == NEW, "cluster {cluster}, durable since {since:?}, is lost at {at:?}");
             }
         }
         drop(client);
         full.disk.close().unwrap();
     }
+}
+
+#[test]
+fn a_durable_write_takes_the_tables_that_lead_to_it_along() {
+    let full = full(512);
+    let before = full.image();
+    full.disk.write_zeroes(range(0, CLUSTER), true).unwrap();
+    full.disk.flush().unwrap();
+    // A new cluster, which the image does not know yet, and an overwrite in it.
+    write(&full.disk, 0, &vec![OLD; CLUSTER as usize]).unwrap();
+    let mut client = Client::new(&full.disk, 16);
+    client.push(DURABLE, 0, LEN, Some(&NEW));
+    client.drain().remove(0).result.unwrap();
+    assert_same(&full.after_power_failure(&before, full.plan.now(), 0), &NEW, 0, "after a power failure");
+    drop(client);
+    full.disk.close().unwrap();
+}
+
+#[test]
+fn a_flush_after_a_snapshot_waits_for_the_layer_that_was_frozen() {
+    let full = full(512);
+    write(&full.disk, 0, &NEW).unwrap();
+    let flushes_by_workers = || full.disk.stats().at_workers[Kind::Flush as usize];
+    let (mut client, before) = (Client::new(&full.disk, 16), flushes_by_workers());
+    full.plan.add(Fault {
+        kind: Some(OperationKind::Flush),
+        store: Some(full.id),
+        when: When::Nth(0),
+        effect: Effect::Hold,
+    });
+    std::thread::scope(|scope| {
+        let snapshot = scope.spawn(|| {
+            let info = SnapshotInfo { name: "state".to_owned(), ..SnapshotInfo::default() };
+            snapshot_together(&[&full.disk], &info).map(drop)
+        });
+        wait_until("the layers to change", || full.disk.layer_count() == 2);
+        client.push(Op::Flush, 0, 0, None);
+        client.submit();
+        let left_to_a_worker = flushes_by_workers() - before;
+        full.plan.clear();
+        assert!(client.drain().remove(0).result.is_ok());
+        snapshot.join().unwrap().unwrap();
+        assert_eq!(left_to_a_worker, 1, "the ring flushed the new layer alone");
+    });
+    drop(client);
+    full.disk.close().unwrap();
 }

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmstrata_store::{Segment, SegmentVec, copy_to_slice};
+use vmstrata_store::{AlignedBuf, CacheMode, Segment, SegmentVec, copy_to_slice};
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::IoQueue;
@@ -93,6 +93,27 @@ fn drain(queue: &mut IoQueue) -> usize {
     }
     assert!(ended.iter().all(|completion| completion.result.is_ok()), "{ended:?}");
     ended.len()
+}
+
+#[test]
+fn durable_overwrites_and_flushes_after_them_need_no_worker() {
+    for cache in [CacheMode::Host, CacheMode::Direct] {
+        let (dir, disk) = empty_disk();
+        disk.write(GuestOffset::ZERO, &[Segment::from_mut(&mut vec![1; 1 << 16])]).unwrap();
+        disk.close().unwrap();
+        drop(disk);
+        let (path, resources) = (dir.path().join("disk"), Resources::new(ResourceOptions::default()));
+        let disk = Disk::open(&path, &OpenOptions { cache, ..OpenOptions::default() }, &resources).unwrap();
+        disk.warm_map().unwrap();
+        let mut queue = IoQueue::new(Arc::clone(&disk), 8).unwrap();
+        let memory = &mut Box::leak(Box::new(AlignedBuf::zeroed(LEN)))[..];
+        queue.push(request(Op::Write { fua: true }, 0, memory));
+        queue.push(Request { op: Op::Flush, segments: SegmentVec::new(), ..write_at(0) });
+        assert_eq!(drain(&mut queue), 2);
+        assert_eq!(disk.stats().at_workers.iter().sum::<u64>(), 0, "{cache:?}");
+        drop(queue);
+        disk.close().unwrap();
+    }
 }
 
 #[test]
