@@ -298,7 +298,8 @@ impl<'a> Run<'a> {
             std::panic::set_hook(Box::new(|panic| {
                 kernel::inside(|| tasks::TASKS.fail(&panic.to_string()));
             }));
-            let life = Life { directory: self.root(), history: history.clone(), seed: random::mix(seed) };
+            let (directory, history) = (self.root(), history.clone());
+            let life = Life { directory, history, seed: random::mix(seed), is_first: life == 0 };
             tasks::TASKS.begin(self.shared, seed, self.now_ns, last_step);
             kernel::begin();
             // In a thread of its own: this one has drawn numbers for hash maps from the real host.
