@@ -34,6 +34,8 @@ pub enum Deed {
     SnapshotSeen,
     /// A snapshot is about to be dropped: its number.
     Drop,
+    /// A disk is about to be made that is as a snapshot is: its number, and the snapshot's.
+    Clone,
     /// The disk is about to be taken back to a snapshot: number of the write that this is, and of the snapshot.
     Revert,
     /// The disk was closed: all that has ended is on stable storage.
@@ -41,7 +43,7 @@ pub enum Deed {
 }
 
 impl Deed {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::Write,
         Self::Zero,
         Self::Discard,
@@ -51,6 +53,7 @@ impl Deed {
         Self::Snapshot,
         Self::SnapshotSeen,
         Self::Drop,
+        Self::Clone,
         Self::Revert,
         Self::Closed,
     ];
@@ -74,9 +77,19 @@ struct Write {
     is_sure: bool,
 }
 
-/// A state of the disk that a snapshot keeps.
+/// Where a state of the disk is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keeps {
+    /// In a layer below the disk.
+    Snapshot,
+    /// In a disk of its own.
+    Clone,
+}
+
+/// A state of the disk that is kept.
 #[derive(Clone, Debug)]
 struct Snapshot {
+    keeps: Keeps,
     begun: u64,
     ended: Option<u64>,
     /// What it holds, once it was read.
@@ -95,6 +108,17 @@ pub struct History {
     snapshots: BTreeMap<u64, Snapshot>,
     /// Whether the power has failed since the disk was read.
     lost_power: bool,
+}
+
+/// A state that is kept.
+#[derive(Clone, Copy, Debug)]
+pub struct State {
+    pub number: u64,
+    pub keeps: Keeps,
+    /// It was made, and not dropped.
+    pub must_be_there: bool,
+    /// It was read before.
+    pub is_known: bool,
 }
 
 /// What a look at the disk, or at a state of it, may find.
@@ -129,12 +153,15 @@ impl History {
         Look { from: self.clock, until: u64::MAX }
     }
 
-    /// The snapshots that are there for sure, and those that may be, with what each holds once that is known.
-    pub fn snapshots(&self) -> impl Iterator<Item = (u64, bool, Option<&[u64]>)> {
-        let is_there = |snapshot: &Snapshot| snapshot.ended.is_some() && !snapshot.is_dropped;
-        self.snapshots
-            .iter()
-            .map(move |(&number, snapshot)| (number, is_there(snapshot), snapshot.stamps.as_deref()))
+    /// The states that are kept, or may be.
+    pub fn states(&self) -> Vec<State> {
+        let state = |(&number, snapshot): (&u64, &Snapshot)| State {
+            number,
+            keeps: snapshot.keeps,
+            must_be_there: snapshot.ended.is_some() && !snapshot.is_dropped,
+            is_known: snapshot.stamps.is_some(),
+        };
+        self.snapshots.iter().map(state).collect()
     }
 
     /// Whether what was read of a snapshot is what the disk held when it was taken.
@@ -187,8 +214,13 @@ impl History {
             Deed::Ended => self.end(number, first != 0),
             Deed::Seen => self.seen(stamps),
             Deed::Snapshot => {
-                let snapshot = Snapshot { begun: now, ended: None, stamps: None, is_dropped: false };
+                let (keeps, begun) = (Keeps::Snapshot, now);
+                let snapshot = Snapshot { keeps, begun, ended: None, stamps: None, is_dropped: false };
                 self.snapshots.insert(number, snapshot);
+            }
+            Deed::Clone => {
+                let clone = Snapshot { keeps: Keeps::Clone, ended: None, ..self.snapshots[&first].clone() };
+                self.snapshots.insert(number, clone);
             }
             Deed::SnapshotSeen => {
                 let snapshot = self.snapshots.get_mut(&number).expect("taken before it is read");
@@ -207,7 +239,10 @@ impl History {
                         Write { stamp, number, begun: now, ended: None, is_stable: false, is_sure: true };
                     sector.push(write);
                 }
-                self.snapshots.range_mut(first + 1..).for_each(|(_, newer)| newer.is_dropped = true);
+                let newer = self.snapshots.range_mut(first + 1..).map(|(_, newer)| newer);
+                newer
+                    .filter(|newer| newer.keeps == Keeps::Snapshot)
+                    .for_each(|newer| newer.is_dropped = true);
             }
             Deed::Closed => self.flushed(now),
         }

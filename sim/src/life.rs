@@ -6,14 +6,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use vmstrata_disk::merge::{Direction, Merge, MergeFault, MergeOptions, MergeRange, Removal};
-use vmstrata_disk::snapshot::{PrepareOptions, RevertOptions, SnapshotInfo, create, list, revert};
+use vmstrata_disk::snapshot::{PrepareOptions, RevertOptions, SnapshotInfo, clone, create, list, revert};
 use vmstrata_disk::{
     CheckOptions, Completion, Disk, IoQueue, Op, OpenOptions, Request, ResourceOptions, Resources, check,
 };
 use vmstrata_store::{AlignedBuf, CacheMode, Segment, SegmentVec};
 use vmstrata_types::{GuestOffset, GuestRange, LayerIndex};
 
-use crate::history::{Deed, History, Look, SECTOR};
+use crate::history::{Deed, History, Keeps, Look, SECTOR, State};
 use crate::kernel::inside;
 use crate::random::Random;
 use crate::shared::Kind;
@@ -22,6 +22,8 @@ use crate::tasks::TASKS;
 /// The disk's own directory, and the journals', in that of the host.
 pub const DISKS: &str = "disks";
 pub const JOURNALS: &str = "journals";
+/// Where disks lie that stand on layers of others.
+pub const CLONES: &str = "clones";
 /// The disk.
 pub const DISK: &str = "web.qcow2";
 
@@ -122,7 +124,8 @@ impl Life {
         };
         let resources = book.expect("resources", Resources::start(options));
         let path = directory.join(DISKS).join(DISK);
-        let keeper = Keeper { path, journals, resources, book, random };
+        let clones = directory.join(CLONES);
+        let keeper = Keeper { path, journals, clones, resources, book, random };
         keeper.check_files(false);
         let disk = keeper.open();
         let guests: Vec<_> = (0..1 + keeper.random.below(3)).map(|_| keeper.start_guest(&disk)).collect();
@@ -147,24 +150,40 @@ impl Life {
 struct Keeper {
     path: PathBuf,
     journals: PathBuf,
+    clones: PathBuf,
     resources: Arc<Resources>,
     book: Book,
     random: Random,
 }
 
 impl Keeper {
-    fn snapshot_path(&self, number: u64) -> PathBuf {
-        self.path.with_extension(format!("{number}.qcow2"))
+    fn state_path(&self, state: State) -> PathBuf {
+        let State { number, keeps, .. } = state;
+        match keeps {
+            Keeps::Snapshot => self.path.with_extension(format!("{number}.qcow2")),
+            Keeps::Clone if number % 2 == 0 => self.path.with_file_name(format!("clone-{number}.qcow2")),
+            Keeps::Clone => self.clones.join(format!("clone-{number}.qcow2")),
+        }
+    }
+
+    fn states(&self) -> Vec<State> {
+        self.book.history().states()
+    }
+
+    /// Snapshots that are there, and were read.
+    fn known(&self) -> Vec<State> {
+        let is_known =
+            |state: &State| state.must_be_there && state.is_known && state.keeps == Keeps::Snapshot;
+        self.states().into_iter().filter(is_known).collect()
     }
 
     /// The file of every state that must be there is sound; with `no_leaks`, nothing in it is wasted.
     fn check_files(&self, no_leaks: bool) {
         let options = CheckOptions { journal_dir: Some(self.journals.clone()), ..CheckOptions::default() };
-        let snapshots: Vec<u64> =
-            self.snapshots().filter(|(_, must, _)| *must).map(|(number, ..)| number).collect();
-        let paths = snapshots.into_iter().map(|number| self.snapshot_path(number));
-        for path in paths.chain([self.path.clone()]) {
-            let report = self.book.expect("check", check(&path, &options));
+        let states = self.states().into_iter().filter(|state| state.must_be_there);
+        let paths: Vec<PathBuf> = states.map(|state| self.state_path(state)).collect();
+        for path in paths.iter().chain([&self.path]) {
+            let report = self.book.expect("check", check(path, &options));
             if !report.is_safe() || no_leaks && !report.is_clean() {
                 let text = format!("{} is damaged: {report:?}", path.display());
                 inside(|| TASKS.fail(&text));
@@ -172,21 +191,12 @@ impl Keeper {
         }
     }
 
-    fn snapshots(&self) -> impl Iterator<Item = (u64, bool, bool)> + use<> {
-        let history = self.book.history();
-        let all: Vec<_> =
-            history.snapshots().map(|(number, must, stamps)| (number, must, stamps.is_some())).collect();
-        all.into_iter()
-    }
-
     /// Opens the disk and looks at all of it, and at its snapshots.
     fn open(&self) -> Arc<Disk> {
         let cache = *self.random.pick(&[CacheMode::Host, CacheMode::Host, CacheMode::Direct]);
         let options = OpenOptions { cache, ..OpenOptions::default() };
         let disk = self.book.expect("open", Disk::open(&self.path, &options, &self.resources));
-        for (number, must_be_there, _) in self.snapshots() {
-            self.look_at(number, must_be_there);
-        }
+        self.states().into_iter().for_each(|state| self.look_at(state));
         let stamps = self.read_all(&disk);
         let history = self.book.history();
         let checked = history.check(0, &stamps, history.look());
@@ -204,19 +214,28 @@ impl Keeper {
         self.book.expect("the disk", stamps(&bytes, 0))
     }
 
-    /// Reads a snapshot, which holds what it held before, or what the disk held when it was taken.
-    fn look_at(&self, number: u64, must_be_there: bool) {
-        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-        let path = self.snapshot_path(number);
-        let state = match Disk::open(&path, &options, &self.resources) {
-            Ok(state) => state,
-            Err(_) if !must_be_there => return,
-            Err(error) => self.book.expect("open a snapshot", Err(error)),
+    /// Reads a state, which holds what it held before, or what the disk held when it was taken.
+    fn look_at(&self, state: State) {
+        let allow_backing = vec![self.path.with_file_name("")];
+        let options = OpenOptions { read_only: true, allow_backing, ..OpenOptions::default() };
+        let disk = match Disk::open(&self.state_path(state), &options, &self.resources) {
+            Ok(disk) => disk,
+            Err(_) if !state.must_be_there => return,
+            Err(error) => self.book.expect("open a state", Err(error)),
         };
-        let stamps = self.read_all(&state);
-        let checked = self.book.history().check_snapshot(number, &stamps);
-        self.book.expect(&format!("snapshot {number}"), checked);
-        self.book.enter(Deed::SnapshotSeen, [number, 0, 0], &stamps);
+        let stamps = self.read_all(&disk);
+        let checked = self.book.history().check_snapshot(state.number, &stamps);
+        self.book.expect(&format!("{state:?}"), checked);
+        self.book.enter(Deed::SnapshotSeen, [state.number, 0, 0], &stamps);
+    }
+
+    /// The state was made: it is there from now on.
+    fn made(&self, number: u64) {
+        self.book.enter(Deed::Ended, [number, 0, 0], &[]);
+        self.states()
+            .into_iter()
+            .filter(|state| state.number == number)
+            .for_each(|state| self.look_at(state));
     }
 
     fn start_guest(&self, disk: &Arc<Disk>) -> std::thread::JoinHandle<()> {
@@ -229,8 +248,9 @@ impl Keeper {
     fn keep(&self, disk: &Arc<Disk>) {
         for _ in 0..self.random.below(6) {
             std::thread::sleep(Duration::from_micros(self.random.below(20_000)));
-            match self.random.below(3) {
-                0 | 1 => self.take(Some(disk)),
+            match self.random.below(7) {
+                0..4 => self.take(Some(disk)),
+                4 => self.clone(),
                 _ => self.merge(Some(disk)),
             }
         }
@@ -248,8 +268,23 @@ impl Keeper {
             }
         };
         self.book.expect("take a snapshot", taken);
-        self.book.enter(Deed::Ended, [number, 0, 0], &[]);
-        self.look_at(number, true);
+        self.made(number);
+    }
+
+    /// Makes a disk of its own of a snapshot, beside the disk or elsewhere.
+    fn clone(&self) {
+        let known = self.known();
+        if known.is_empty() {
+            return;
+        }
+        let snapshot = self.random.pick(&known).number;
+        let number = self.book.begin(Deed::Clone, snapshot, 0);
+        let clones = self.states().into_iter().filter(|state| state.number == number);
+        for path in clones.map(|clone| self.state_path(clone)) {
+            let made = clone(&self.path, &snapshot.to_string(), &path, &OpenOptions::default());
+            self.book.expect("clone", made);
+        }
+        self.made(number);
     }
 
     /// Drops one or two layers of the disk, or of the closed one, and looks at states that stay.
@@ -280,11 +315,8 @@ impl Keeper {
             Err(error) if matches!(error.fault(), Some(MergeFault::NoCommit { .. })) => {}
             Err(error) => self.book.expect("merge", Err(error)),
         }
-        for (number, must_be_there, is_known) in self.snapshots() {
-            if must_be_there && is_known && self.random.one_in(2) {
-                self.look_at(number, true);
-            }
-        }
+        let states = self.states().into_iter().filter(|state| state.must_be_there && state.is_known);
+        states.filter(|_| self.random.one_in(2)).for_each(|state| self.look_at(state));
     }
 
     /// What is done to a disk that no process serves.
@@ -300,12 +332,11 @@ impl Keeper {
 
     /// Takes the closed disk back to a snapshot.
     fn revert(&self) {
-        let known: Vec<u64> =
-            self.snapshots().filter(|(_, must, known)| *must && *known).map(|(number, ..)| number).collect();
+        let known = self.known();
         if known.is_empty() {
             return;
         }
-        let snapshot = *self.random.pick(&known);
+        let snapshot = self.random.pick(&known).number;
         let number = self.book.begin(Deed::Revert, snapshot, 0);
         let reverted = revert(&self.path, &snapshot.to_string(), &RevertOptions::default(), &self.resources);
         self.book.expect("revert", reverted);

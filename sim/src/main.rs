@@ -38,7 +38,7 @@ use vmstrata_store::Planted;
 use vmstrata_types::ClusterBits;
 
 use history::{Deed, History, SECTOR};
-use life::{DISK, DISKS, JOURNALS, Life};
+use life::{CLONES, DISK, DISKS, JOURNALS, Life};
 use random::{Random, hash};
 use shared::{Kind, Shared};
 use storage::Storage;
@@ -58,6 +58,9 @@ struct Arguments {
     /// Build a fault into the product, which the seeds have to find.
     #[arg(long, value_parser = planted)]
     plant: Option<Planted>,
+    /// Run each seed twice, and fail where the runs differ in anything.
+    #[arg(long)]
+    twice: bool,
     /// Print what each seed did, and every event of it.
     #[arg(long)]
     verbose: bool,
@@ -87,7 +90,10 @@ fn run_all(arguments: &Arguments) -> ExitCode {
     be_alike(&place);
     let (begun, mut steps, mut all) = (Instant::now(), 0, 0);
     for seed in arguments.seed..arguments.seed + arguments.seeds {
-        let (ran, failure) = run_one(seed, arguments, &place);
+        let (ran, mut failure) = run_one(seed, arguments, &place);
+        if arguments.twice && run_one(seed, arguments, &place).0 != ran {
+            failure.get_or_insert("another run of it differs".to_owned());
+        }
         let [events, hashed] = ran;
         steps += events;
         all = hash(all, &hashed.to_le_bytes());
@@ -225,7 +231,7 @@ impl<'a> Run<'a> {
 
     fn run(mut self) -> Ran {
         clear(self.place);
-        for name in [DISKS, JOURNALS] {
+        for name in [CLONES, DISKS, JOURNALS] {
             fs::create_dir_all(self.root().join(name)).expect("made");
         }
         let sectors = 8 * (64 + self.random.below(256));

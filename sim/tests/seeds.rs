@@ -11,17 +11,13 @@ fn run(arguments: &[&str]) -> (String, bool) {
 
 #[test]
 fn a_seed_replays_bit_for_bit() {
-    let hash = || {
-        let (text, holds) = run(&["--seeds", "20", "--seed", "5000"]);
-        assert!(holds, "{text}");
-        text.rsplit_once("hash ").unwrap().1.to_owned()
-    };
-    assert_eq!(hash(), hash());
+    let (text, holds) = run(&["--seeds", "30", "--seed", "5000", "--twice"]);
+    assert!(holds, "{text}");
 }
 
 #[test]
 fn seeds_hold() {
-    let (text, holds) = run(&["--seeds", "300"]);
+    let (text, holds) = run(&["--seeds", "200"]);
     assert!(holds, "{text}");
 }
 

@@ -17,6 +17,9 @@ pub(crate) struct Sim {
     /// Build a fault into the product, which the seeds have to find: `vmstrata_store::Planted` names them.
     #[arg(long)]
     plant: Option<String>,
+    /// Run each seed twice, and fail where the runs differ in anything.
+    #[arg(long)]
+    twice: bool,
     /// Print each event.
     #[arg(long)]
     verbose: bool,
@@ -35,7 +38,7 @@ impl Sim {
             .arg(crate::root().join("sim/Cargo.toml"));
         command.args(["--", "--seeds", &self.seeds.to_string(), "--seed", &self.seed.to_string()]);
         command.args(self.plant.iter().flat_map(|fault| ["--plant", fault]));
-        command.args(self.verbose.then_some("--verbose"));
+        command.args(self.twice.then_some("--twice")).args(self.verbose.then_some("--verbose"));
         ensure!(command.status().context("cargo")?.success(), "a seed failed");
         Ok(())
     }
