@@ -15,6 +15,9 @@
 //! Processes are real ones, so that a death is one: locks go, memory goes, statics begin anew. What a host with several processes, or
 //! several hosts with a network between them, would add: tasks and time in [`shared`] memory, and sockets in [`calls`].
 
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux", target_env = "gnu")))]
+compile_error!("the simulation knows Linux on x86-64 with glibc only");
+
 mod calls;
 mod history;
 mod kernel;
@@ -114,7 +117,9 @@ fn be_alike(place: &Place) {
     // SAFETY: no pointers; this process only.
     let before = unsafe { libc::personality(0xffff_ffff) };
     // SAFETY: as above.
-    unsafe { libc::personality((before | libc::ADDR_NO_RANDOMIZE) as libc::c_ulong) };
+    if unsafe { libc::personality((before | libc::ADDR_NO_RANDOMIZE) as libc::c_ulong) } < 0 {
+        eprintln!("this host wants random addresses: a seed may not run twice in the same way");
+    }
     // SAFETY: plain data, for which zeros are valid.
     let (mut all, mut one): (libc::cpu_set_t, libc::cpu_set_t) = unsafe { std::mem::zeroed() };
     // SAFETY: room for the set.
@@ -170,8 +175,9 @@ struct Place {
 
 impl Place {
     fn find() -> Self {
-        let all = Path::new("/dev/shm/vmstrata-sim");
-        fs::create_dir_all(all).expect("a file system in memory at /dev/shm");
+        // SAFETY: no pointers.
+        let all = PathBuf::from(format!("/dev/shm/vmstrata-sim-{}", unsafe { libc::geteuid() }));
+        fs::create_dir_all(&all).expect("a file system in memory at /dev/shm");
         for number in 10..100 {
             let lock = File::create(all.join(format!("{number}.lock"))).expect("a lock");
             match lock.try_lock() {
