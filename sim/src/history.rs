@@ -92,8 +92,9 @@ struct Snapshot {
     keeps: Keeps,
     begun: u64,
     ended: Option<u64>,
-    /// What it holds, once it was read.
+    /// What it holds, once it was read, and when that was.
     stamps: Option<Vec<u64>>,
+    seen: Option<u64>,
     /// Whether it may be gone.
     is_dropped: bool,
 }
@@ -215,7 +216,8 @@ impl History {
             Deed::Seen => self.seen(stamps),
             Deed::Snapshot => {
                 let (keeps, begun) = (Keeps::Snapshot, now);
-                let snapshot = Snapshot { keeps, begun, ended: None, stamps: None, is_dropped: false };
+                let snapshot =
+                    Snapshot { keeps, begun, ended: None, stamps: None, seen: None, is_dropped: false };
                 self.snapshots.insert(number, snapshot);
             }
             Deed::Clone => {
@@ -225,7 +227,7 @@ impl History {
             Deed::SnapshotSeen => {
                 let snapshot = self.snapshots.get_mut(&number).expect("taken before it is read");
                 snapshot.stamps = Some(stamps.to_vec());
-                snapshot.ended.get_or_insert(now);
+                snapshot.seen = Some(now);
             }
             Deed::Drop => {
                 if let Some(snapshot) = self.snapshots.get_mut(&number) {
@@ -263,8 +265,14 @@ impl History {
         ended.for_each(|write| (write.ended, write.is_stable) = (Some(now), write.is_stable || is_stable));
     }
 
-    /// All writes that ended before a moment are on stable storage.
+    /// All writes that ended before a moment are on stable storage, and with them the snapshots that the disk stands on.
     fn flushed(&mut self, begun: u64) {
+        let stood_on = |snapshot: &&mut Snapshot| {
+            snapshot.keeps == Keeps::Snapshot && snapshot.seen.is_some_and(|seen| seen < begun)
+        };
+        for snapshot in self.snapshots.values_mut().filter(stood_on) {
+            snapshot.ended.get_or_insert(self.clock);
+        }
         let writes = self.sectors.iter_mut().flatten();
         writes
             .filter(|write| write.ended.is_some_and(|ended| ended < begun))
