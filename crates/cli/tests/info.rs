@@ -202,7 +202,6 @@ fn damaged_headers_name_file_field_and_offset() {
         ("l1-size", 36, &[0xff; 4], "l1_size"),
         ("l1-at", 40, &[0xff; 8], "l1_table_offset"),
         ("refcounts-at", 48, &[0, 0, 0, 0, 0, 0, 0, 7], "refcount_table_offset"),
-        ("extended", 79, &[0x10], "extended L2"),
         ("external", 79, &[0x04], "external data file"),
         ("unknown", 72, &[0x80], "incompatible"),
         ("refcount-order", 96, &[0, 0, 0, 9], "refcount_order"),

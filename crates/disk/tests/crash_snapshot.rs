@@ -183,9 +183,11 @@ const STEM: &str = "layer0";
 
 #[test]
 fn snapshots_survive_power_failures() {
-    for_seeds(3, |seed| {
-        let (bits, size) = [(12, 300 << 10), (9, 200 << 10)][seed as usize % 2];
-        let recording = record(seed, LayerShape::qcow2(bits, size), seed < 2);
+    for_seeds(4, |seed| {
+        let (bits, size) =
+            [(12, 300 << 10), (9, 200 << 10), (12, 300 << 10), (14, 300 << 10)][seed as usize % 4];
+        let shape = LayerShape { subclusters: bits == 14, ..LayerShape::qcow2(bits, size) };
+        let recording = record(seed, shape, seed < 2);
         let end = recording.log.iter().map(|record| record.issued).max().expect("it wrote");
         let mut random = random("cuts", seed);
         let mut moments: Vec<Moment> =

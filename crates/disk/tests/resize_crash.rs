@@ -60,6 +60,19 @@ fn cases() -> Vec<Case> {
             to: 101 * KIB + 512,
         },
         Case {
+            what: "with subclusters, over a longer backing file",
+            layers: vec![
+                LayerShape::qcow2(12, 500 * KIB),
+                quiet(LayerShape { subclusters: true, ..LayerShape::qcow2(14, 100 * KIB + 512) }),
+            ],
+            to: 300 * KIB,
+        },
+        Case {
+            what: "shorter, with subclusters",
+            layers: vec![LayerShape { subclusters: true, ..LayerShape::qcow2(14, 400 * KIB) }],
+            to: 101 * KIB + 512,
+        },
+        Case {
             what: "shorter, with tables shared with a snapshot",
             layers: vec![LayerShape { snapshots: 1, ..LayerShape::qcow2(9, 300 * KIB) }],
             to: 64 * KIB,

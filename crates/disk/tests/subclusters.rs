@@ -6,10 +6,11 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use common::flat::{assert_reads, pattern, range, read, write};
-use common::stock::{assert_clean, content};
-use common::{open, random, scratch};
+use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
+use common::{open, random, scratch, small_resources};
+use vmstrata_disk::index::{IndexOptions, IndexVerdict, VerifiedFile, verify};
 use vmstrata_disk::snapshot::SnapshotInfo;
-use vmstrata_disk::{CreateOptions, Disk, Format, create, snapshot_together};
+use vmstrata_disk::{CreateOptions, Disk, Format, OpenOptions, create, snapshot_together};
 use vmstrata_types::ClusterBits;
 
 const CLUSTER: u64 = 128 << 10;
@@ -94,5 +95,77 @@ fn snapshots_of_a_disk_with_subclusters_have_them_too() {
         assert!(content(layer, "qcow2") == *model, "{}", layer.display());
         let header = std::fs::read(layer).unwrap();
         assert_eq!(header[79] & 16, 16, "{} has extended entries", layer.display());
+    }
+    let verified = verify(&states[3].0, &IndexOptions::default()).unwrap();
+    let is_good = |file: &&VerifiedFile| matches!(file.verdict, IndexVerdict::Good);
+    assert_eq!(verified.iter().filter(is_good).count(), 3, "{verified:?}");
+}
+
+/// Two guest clusters, each with a subcluster of its own in one host cluster that counts twice: as dense layers have them.
+fn dense(dir: &Path) -> (PathBuf, Vec<u8>) {
+    let path = dir.join("dense");
+    qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-o",
+        "extended_l2=on,cluster_size=128k",
+        path_str(&path),
+        "1M",
+    ]);
+    qemu_io(&path, &["write -q -P 1 0 4k".to_owned(), "write -q -P 3 512k 4k".to_owned()]);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let word = |bytes: &[u8], at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
+    let offset = |bytes: &[u8], at| (word(bytes, at) & 0x00ff_ffff_ffff_fe00) as usize;
+    let table = offset(&bytes, offset(&bytes, 40));
+    let (host, block) = (offset(&bytes, table), offset(&bytes, offset(&bytes, 48)));
+    // Neither has the copied flag; the second uses subclusters 1 and 3.
+    for (entry, states) in [(table, 1u64), (table + 16, 0b1010)] {
+        bytes[entry..entry + 8].copy_from_slice(&(host as u64).to_be_bytes());
+        bytes[entry + 8..entry + 16].copy_from_slice(&states.to_be_bytes());
+    }
+    bytes[block + host / CLUSTER as usize * 2 + 1] = 2;
+    bytes[host + SUBCLUSTER as usize..][..3 * SUBCLUSTER as usize].fill(2);
+    std::fs::write(&path, bytes).unwrap();
+    let mut model = vec![0; 1 << 20];
+    model[..SUBCLUSTER as usize].fill(1);
+    for subcluster in [1, 3] {
+        model[(CLUSTER + subcluster * SUBCLUSTER) as usize..][..SUBCLUSTER as usize].fill(2);
+    }
+    model[512 << 10..][..SUBCLUSTER as usize].fill(3);
+    (path, model)
+}
+
+/// One is copied on write, the other let go of, by a process that is killed and by its successor.
+#[test]
+fn guest_clusters_that_share_a_host_cluster_are_told_apart() {
+    for is_killed in [false, true] {
+        let dir = scratch();
+        let (path, mut model) = dense(dir.path());
+        assert_clean(&path);
+        assert!(content(&path, "qcow2") == model);
+        let resources = || small_resources(Some(dir.path()));
+        let disk = Disk::open(&path, &OpenOptions::default(), &resources()).unwrap();
+        assert_reads(&disk, &model, "as it was made");
+        put(&disk, &mut model, 8 * SUBCLUSTER, SUBCLUSTER / 2, 7);
+        // A part of a cluster that others use: its entry changes, and where it leads does not.
+        disk.write_zeroes(range(CLUSTER + 3 * SUBCLUSTER, SUBCLUSTER), true).unwrap();
+        model[(CLUSTER + 3 * SUBCLUSTER) as usize..][..SUBCLUSTER as usize].fill(0);
+        disk.discard(range(512 << 10, SUBCLUSTER)).unwrap();
+        model[512 << 10..][..SUBCLUSTER as usize].fill(0);
+        assert_reads(&disk, &model, "after writes");
+        if !is_killed {
+            disk.close().unwrap();
+        }
+        drop(disk);
+        let disk = Disk::open(&path, &OpenOptions::default(), &resources()).unwrap();
+        assert_reads(&disk, &model, "opened again");
+        put(&disk, &mut model, CLUSTER, SUBCLUSTER, 8);
+        assert_reads(&disk, &model, "after a write to the other");
+        disk.close().unwrap();
+        drop(disk);
+        assert_clean(&path);
+        assert!(content(&path, "qcow2") == model, "killed: {is_killed}");
     }
 }

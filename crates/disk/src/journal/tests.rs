@@ -51,6 +51,19 @@ fn what_was_recorded_is_found_again_in_order_across_turns() {
 }
 
 #[test]
+fn records_with_subclusters_are_found_again_and_not_taken_for_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let extended = |session| Subject { is_extended: true, ..subject(7, session) };
+    let (mut journal, _) = Journal::open(dir.path(), extended(0), &LocalFiles).unwrap();
+    journal.begin(77, &[]).unwrap();
+    let raw = |word, subclusters| RawEntry { word, subclusters };
+    let records = [raw(1, 2), raw(3, u64::MAX)].map(|new| Record { slot: Slot::L2(4), old: raw(5, 6), new });
+    journal.append(&records).unwrap();
+    assert_eq!(look(dir.path(), &extended(77)).unwrap().records, records);
+    assert!(found_in(&dir, 7, 77).is_empty(), "of an image without subclusters");
+}
+
+#[test]
 fn a_session_takes_over_without_a_moment_that_has_no_journal() {
     let dir = tempfile::tempdir().unwrap();
     let (mut journal, _) = fresh(dir.path());
