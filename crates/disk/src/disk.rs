@@ -269,7 +269,7 @@ impl Disk {
         queues.push(Arc::downgrade(mailbox));
     }
 
-    /// Size of the active layer's clusters; 64 KiB, the unit others use, for a raw file.
+    /// Size of the active layer's clusters, or subclusters: what a discard gives back. 64 KiB, the unit others use, for a raw file.
     pub fn cluster_bits(&self) -> ClusterBits {
         self.layers_now().cluster_bits()
     }

@@ -205,10 +205,10 @@ impl Layers {
         self.before.iter().for_each(|before| before.remove_lost_journals());
     }
 
-    /// Size of the active layer's clusters; 64 KiB, the unit others use, for a raw file.
+    /// Size of the active layer's clusters, or subclusters; 64 KiB, the unit others use, for a raw file.
     pub(crate) fn cluster_bits(&self) -> ClusterBits {
         match &self.top {
-            Top::Qcow2(active) => Some(active.tables.geometry.cluster_bits),
+            Top::Qcow2(active) => Some(active.tables.geometry.unit()),
             Top::Raw(_) => None,
             Top::Frozen => self.frozen.as_ref().and_then(|map| map.layers().last()?.cluster_bits()),
         }

@@ -9,8 +9,10 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use common::scratch;
-use common::stock::{path_str, qemu_img};
-use vmstrata_disk::{Disk, ErrorKind, Format, OpenOptions, ResourceOptions, Resources, probe_file};
+use common::stock::{path_str, qemu_img, qemu_io};
+use vmstrata_disk::{
+    Disk, ErrorKind, Format, OpenOptions, ResourceOptions, Resources, own_clusters, probe_file,
+};
 use vmstrata_store::Gate;
 
 fn create(path: &Path, args: &[&str]) {
@@ -103,4 +105,20 @@ fn what_the_gate_keeps_out_is_not_looked_at() {
     let fifo = dir.path().join("fifo");
     assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
     assert!(matches!(probe_file(&fifo, &gate).unwrap_err().kind(), ErrorKind::Gate(_)));
+}
+
+#[test]
+fn a_layer_answers_for_the_subclusters_that_it_has() {
+    let dir = scratch();
+    let path = dir.path().join("disk");
+    create(&path, &["-o", "extended_l2=on,cluster_size=128k", "1M"]);
+    let writes = ["write -q -P 1 4k 8k", "write -q -z 20k 4k", "write -q -P 2 512k 128k"];
+    qemu_io(&path, &writes.map(str::to_owned));
+    let mut found = Vec::new();
+    own_clusters(&path, &Gate::unrestricted(), |own| {
+        found.push((own.range.start.get(), own.range.len, own.host_bytes));
+    })
+    .unwrap();
+    let (part, whole) = (8 << 10, 128 << 10);
+    assert_eq!(found, [(4096, part, part), (20 << 10, 4096, 0), (512 << 10, whole, whole)]);
 }

@@ -48,6 +48,7 @@ fn a_small_write_into_a_cluster_that_is_there_costs_its_own_bytes() {
     let dir = scratch();
     let (top, mut model) = made(dir.path());
     let disk = open(&top);
+    assert_eq!(disk.cluster_bits().size(), SUBCLUSTER, "what a guest should discard");
     put(&disk, &mut model, CLUSTER + SUBCLUSTER, SUBCLUSTER, 1);
     disk.flush().unwrap();
     let before = bytes_on_host(&top);
