@@ -1,5 +1,7 @@
 //! The benchmark of guests' memory, small: its guest works, its figures agree with each other, and it cleans up.
 
+use std::time::Duration;
+
 use xtask::bench::memory::{self, Options};
 
 #[test]
@@ -11,6 +13,7 @@ fn a_small_guest_is_taken_compared_and_restored() {
         large_mib: None,
         works: vec!["build".into()],
         rounds: 1,
+        after: Duration::from_secs(1),
         ..Options::full(dir.path().to_owned())
     };
     let report = memory::run(&options).unwrap();

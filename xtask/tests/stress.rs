@@ -1,4 +1,4 @@
-//! A real server under `cargo xtask stress`, for two minutes.
+//! A real server under `cargo xtask stress`, for a minute.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ fn no_completed_write_is_lost_by_kills_full_disks_and_merges() {
     let dir = tempfile::tempdir().unwrap();
     let options = Options {
         seed: 1,
-        length: Length::Time(Duration::from_secs(120)),
+        length: Length::Time(Duration::from_secs(60)),
         dir: dir.path().to_owned(),
         server: None,
     };

@@ -21,7 +21,7 @@ pub fn page(seed: u64, time: Duration, outcome: &Outcome) -> String {
         "# Stamped sectors under kills, full disks and merges\n\n\
          Made by `cargo xtask stress`. {ABOUT}\n\
          | | |\n|---|--:|\n| rounds | {} |\n{}| errors | 0 |\n\n\
-         Seeds {seed} to {}; {} s; {} cores ({}), {} GiB, Linux {}. The tests do the same for two minutes.\n",
+         Seeds {seed} to {}; {} s; {} cores ({}), {} GiB, Linux {}. The tests do the same for a minute.\n",
         outcome.rounds,
         outcome.figures.rows(),
         seed + outcome.rounds.saturating_sub(1),

@@ -32,7 +32,7 @@ pub(super) fn measure(guest: &Guest, mib: u32, options: &Options, samples: &mut 
     for round in 0..options.rounds {
         taken::modes(&stage, round, samples)?;
     }
-    rollback::measure(&mut stage, options.rounds, samples)
+    rollback::measure(&mut stage, options, samples)
 }
 
 fn classify(stage: &Stage, rounds: usize, samples: &mut Samples) -> Result<()> {

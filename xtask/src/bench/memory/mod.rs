@@ -21,7 +21,7 @@ mod taken;
 
 use std::fs;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
@@ -54,6 +54,8 @@ pub struct Options {
     pub works: Vec<String>,
     /// Snapshots of each guest.
     pub rounds: usize,
+    /// For how long the work of a restored guest is counted.
+    pub after: Duration,
     /// Where disks and vaults are made, and removed at the end.
     pub dir: PathBuf,
     /// Root of the repository, to write results into; `None` prints only.
@@ -71,6 +73,7 @@ impl Options {
             large_mib: Some(4096),
             works: WORKS.map(str::to_owned).to_vec(),
             rounds: 3,
+            after: Duration::from_secs(10),
             dir,
             publish: None,
         }
@@ -98,7 +101,7 @@ pub fn run(options: &Options) -> Result<Report> {
             taken::measure_next(&stage, round, &mut samples)?;
         }
         said(&format!("{work}: rollback"));
-        rollback::measure(&mut stage, options.rounds, &mut samples)?;
+        rollback::measure(&mut stage, options, &mut samples)?;
     }
     if let Some(mib) = options.large_mib {
         said("large guests");

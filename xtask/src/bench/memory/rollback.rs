@@ -4,12 +4,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
+use super::Options;
 use super::sample::{Of, Sample, Samples};
 use super::stage::Stage;
 use super::taken;
 
-/// For how long work is counted afterwards.
-const AFTER: Duration = Duration::from_secs(10);
 /// Longest that a guest takes for a piece of work.
 const ANSWER_MAX: Duration = Duration::from_secs(300);
 /// What a guest says after each piece of work.
@@ -24,9 +23,9 @@ const WAYS: [(&str, &[&str]); 4] =
     [(ALL, &[]), (REFILL, &[]), (NO_CACHE, &["--no-cache"]), (LAZY, &["--lazy"])];
 
 /// Restores the guest in every way; counts the work that those at work do afterwards.
-pub(super) fn measure(stage: &mut Stage, rounds: usize, samples: &mut Samples) -> Result<()> {
+pub(super) fn measure(stage: &mut Stage, options: &Options, samples: &mut Samples) -> Result<()> {
     taken::take_both(stage)?;
-    for _ in 0..rounds {
+    for _ in 0..options.rounds {
         for (way, flags) in WAYS {
             let name = if way == ALL { taken::WHOLE } else { taken::REFILLED };
             let runs = stage.restore(name, taken::REFILLED, name, flags)?;
@@ -34,7 +33,7 @@ pub(super) fn measure(stage: &mut Stage, rounds: usize, samples: &mut Samples) -
             let answers = stage.guest.vm.wait_for(DID, ANSWER_MAX)?;
             samples.add(Sample::Answer(way), answers.as_secs_f64());
             if samples.of == Of::Work {
-                let pieces = 1 + pieces(stage, AFTER.saturating_sub(answers - runs))?;
+                let pieces = 1 + pieces(stage, options.after.saturating_sub(answers - runs))?;
                 samples.add(Sample::Work(way), f64::from(pieces));
             }
         }
