@@ -5,7 +5,6 @@ mod disks;
 mod guard;
 mod pages;
 mod periodic;
-mod picture;
 mod restore;
 mod snapshot;
 mod states;
