@@ -12,7 +12,6 @@ mod layers;
 mod map;
 mod merge;
 mod prune;
-mod reflow;
 mod resize;
 mod serve;
 mod snapshot;
@@ -20,9 +19,12 @@ mod states;
 mod survey;
 mod vm;
 
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 use vmstrata_disk::{Format, Unflushed};
 
 pub use self::backup::{BackupArgs, DiffArgs, RestoreArgs};
@@ -69,6 +71,33 @@ pub struct Cli {
     pub audit: Option<PathBuf>,
 }
 
+impl Cli {
+    /// What this process was asked.
+    ///
+    /// # Errors
+    /// Wrong usage, and help.
+    pub fn of_process() -> Result<Self, clap::Error> {
+        refuse_empty(std::env::args_os().skip(1))?;
+        let mut asked = Self::try_parse()?;
+        states::split_snapshots(&mut asked.command)?;
+        Ok(asked)
+    }
+}
+
+/// Refuses empty arguments, as clap refuses empty paths. What follows `--` belongs to another program.
+fn refuse_empty(args: impl Iterator<Item = OsString>) -> Result<(), clap::Error> {
+    let mut before = OsString::new();
+    for arg in args.take_while(|arg| arg != "--") {
+        let of_option = arg.as_bytes().strip_suffix(b"=").filter(|option| option.starts_with(b"--"));
+        if arg.is_empty() || of_option.is_some_and(|option| !option.contains(&b'=')) {
+            let said = format!("an argument is empty, after '{}'", before.display());
+            return Err(Cli::command().error(ErrorKind::InvalidValue, said));
+        }
+        before = arg;
+    }
+    Ok(())
+}
+
 const HELP: &str = "\
 Examples:
   vmstrata create web.qcow2 --backing golden.qcow2
@@ -76,7 +105,7 @@ Examples:
   vmstrata serve --disk path=web.qcow2,name=web --vhost-user web=/run/web.sock
 
 A disk is named by its path, or by the name under which a running server serves it; a snapshot by DISK@NAME.
-Exit codes: 0 success, 1 failure (the reason is on stderr), 64 wrong usage; check and survey add 2 and 3,
+Exit codes: 0 success, 1 failure (the reason is on stderr), 64 wrong usage; check and survey add 2 and 3, \
 see there.
 RUST_LOG sets what is logged, for example RUST_LOG=debug.";
 
@@ -289,7 +318,7 @@ Examples:
   vmstrata check web.qcow2 --json | jq .corruptions
   for f in *.qcow2; do vmstrata check \"$f\" -q || echo \"$f: $?\"; done
 
-Of a disk whose server was killed, the writes that wait in the server's journal are no leaks; a repair takes them up first, or
+Of a disk whose server was killed, the writes that wait in the server's journal are no leaks; a repair takes them up first, or \
 refuses where it cannot. (`qemu-img check -r` knows nothing of them, and destroys them.)
 
 Exit codes, as qemu-img check has them:

@@ -49,9 +49,9 @@ Examples:
   vmstrata diff web.qcow2@monday web.qcow2@tuesday --json | jq '[.extents[].length] | add'
   vmstrata diff old.qcow2 new.qcow2 --bytes --exit-code && echo the same
 
-Both states must be frozen and have a layer in common; which is older does not matter. Only the tables of the
+Both states must be frozen and have a layer in common; which is older does not matter. Only the tables of the \
 layers between them are read. Past its end, the first state counts as zeros.
-Exit codes: 0 shown, 1 the states cannot be compared, 64 wrong usage; with --exit-code 0 no difference,
+Exit codes: 0 shown, 1 the states cannot be compared, 64 wrong usage; with --exit-code 0 no difference, \
 1 a difference, 2 the states cannot be compared.";
 
 /// `vmstrata backup`
@@ -125,10 +125,10 @@ Examples:
   vmstrata backup web.qcow2@monday -o - --manifest monday.qcow2.manifest.json | ssh vault 'cat > monday.qcow2'
   vmstrata backup --verify tuesday.qcow2
 
-A backup is an ordinary qcow2 file; an incremental one has the previous one as its backing file. Beside it lies
-FILE.manifest.json with SHA-256 sums of all of it. A disk in use is backed up by a snapshot of it, which --snapshot takes. That
-stays, and is held under the tag backup: the next incremental backup is of what changed since. When that is made, its own snapshot is
-held instead. A full backup begins a new series and leaves the hold of the one before: `vmstrata snapshot release` ends that one, or
+A backup is an ordinary qcow2 file; an incremental one has the previous one as its backing file. Beside it lies \
+FILE.manifest.json with SHA-256 sums of all of it. A disk in use is backed up by a snapshot of it, which --snapshot takes. That \
+stays, and is held under the tag backup: the next incremental backup is of what changed since. When that is made, its own snapshot is \
+held instead. A full backup begins a new series and leaves the hold of the one before: `vmstrata snapshot release` ends that one, or \
 --no-hold where full backups are all that is made. Two series of one disk need two tags (--hold-tag).
 Exit codes: 0 made or sound, 1 not made (FILE is left as it was) or damaged, 64 wrong usage.";
 
@@ -168,7 +168,7 @@ Examples:
   vmstrata restore monday.qcow2 tuesday.qcow2 wednesday.qcow2 -o web.qcow2
   vmstrata restore monday.qcow2 tuesday.qcow2 --format raw --force -o /dev/vg/web
 
-Every backup is compared with its manifest, and each manifest with the one before it; the disk appears under its
+Every backup is compared with its manifest, and each manifest with the one before it; the disk appears under its \
 name only when all of that is right. A block device is written after that, with zeros where the disk has none; it must be unused.
 Exit codes: 0 restored, 1 not restored (FILE is left as it was), 64 wrong usage.";
 

@@ -68,7 +68,7 @@ Examples:
   vmstrata top --interval 5
   vmstrata top --once --json | jq '.[] | {name, reads_per_second}'
 
-Times are bounds: <16 µs is from 8 to 16. SLOW is the share of reads and writes that the metadata in memory did not
+Times are bounds: <16 µs is from 8 to 16. SLOW is the share of reads and writes that the metadata in memory did not \
 answer, or that had to allocate. Without a terminal, each look is printed below the one before.
 Exit codes: 0 shown, 1 no server answers, or it ended, 64 wrong usage.";
 

@@ -30,8 +30,8 @@ Examples:
   vmstrata gc web.qcow2 --yes
   vmstrata gc /vms --json | jq '.[\"freed-bytes\"]'
 
-`snapshot revert`, and `merge`, `flatten` and `snapshot delete` with --keep-files, leave snapshot files behind that the disk no longer uses, and record
-them in a note beside the disk. gc removes a recorded file if it has not changed since, no image uses it as its backing file, no hold
-is on it, and no process has it open. It looks for images in the file's directory, below --allow-backing, and by back-reference. gc
+`snapshot revert`, and `merge`, `flatten` and `snapshot delete` with --keep-files, leave snapshot files behind that the disk no longer uses, and record \
+them in a note beside the disk. gc removes a recorded file if it has not changed since, no image uses it as its backing file, no hold \
+is on it, and no process has it open. It looks for images in the file's directory, below --allow-backing, and by back-reference. gc \
 lists an unrecorded file whose name looks like a snapshot of the disk, and keeps it: it may be a disk of its own.
 Exit codes: 0 done (also when there was nothing to do), 1 not, 64 wrong usage.";

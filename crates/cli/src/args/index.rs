@@ -21,8 +21,8 @@ Examples:
   vmstrata index verify web.qcow2
   vmstrata index drop web.qcow2
 
-An index lets a chain of any length open at once. It belongs to a frozen layer and answers for it and all below.
-Files made by vmstrata take it past their allocated end; beside others, a file NAME.vmsx holds it. Stock tools find
+An index lets a chain of any length open at once. It belongs to a frozen layer and answers for it and all below. \
+Files made by vmstrata take it past their allocated end; beside others, a file NAME.vmsx holds it. Stock tools find \
 both clean, and whatever they change is noticed when a disk is opened. docs/format.md describes it.";
 
 /// The commands of `vmstrata index`.
@@ -77,7 +77,7 @@ Examples:
   vmstrata index build golden.qcow2 --top                    a base image that clones will stand on
   vmstrata index build web.qcow2 --json | jq '[.layers[].bytes] | add'
 
-The server of a disk that is served does it, as a job like those of `vmstrata job`; --json then prints the job. It knows the
+The server of a disk that is served does it, as a job like those of `vmstrata job`; --json then prints the job. It knows the \
 disk's format and where its layers may be. Layers that have a good index keep it; after a chain was copied, this makes the times in it right again.
 Exit codes:
   0   every frozen layer has an index, or needs none
@@ -105,7 +105,7 @@ Examples:
   vmstrata index verify web.qcow2
   vmstrata index verify web.qcow2 --json | jq '.layers[] | select(.verdict != \"good\")'
 
-Reads every page of every index and all tables. Do this for chains that come from strangers, or drop their indices:
+Reads every page of every index and all tables. Do this for chains that come from strangers, or drop their indices: \
 an index is checked against damage and change, not against who made it.
 Exit codes:
   0   all good

@@ -170,9 +170,9 @@ Examples:
 
 With --json: of a disk that is not in use what was dropped and what was kept; of a served one the job, as `vmstrata job list` has it.
 
-The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above, or, where
-that is less to copy and no other disk needs the deleted ones, what is above into the lowest of them, which takes its place.
-A file that another disk needs stays. vmstrata finds disks beside the snapshots and in the --allow-backing directories, and those
+The disk and its other snapshots stay what they are: what they need of the deleted ones is copied into the layer above, or, where \
+that is less to copy and no other disk needs the deleted ones, what is above into the lowest of them, which takes its place. \
+A file that another disk needs stays. vmstrata finds disks beside the snapshots and in the --allow-backing directories, and those \
 elsewhere that it made or opened for writing. Interrupted, begin it again: what was copied is not copied twice.
-Exit codes: 0 deleted, 1 not, or not all (every other state of the disk is as it was; `snapshot list` shows a snapshot that is
+Exit codes: 0 deleted, 1 not, or not all (every other state of the disk is as it was; `snapshot list` shows a snapshot that is \
 half deleted, which can only be deleted again), 64 wrong usage.";

@@ -36,8 +36,8 @@ Examples:
   vmstrata snapshot prune web.qcow2 --keep daily=7,weekly=4,monthly=12
   vmstrata snapshot prune web.qcow2 --keep last=3 --label job=nightly --dry-run
 
-A rule keeps the newest snapshot of each of the last so many periods that have one, in UTC; what one rule keeps is kept.
-Layers without a name, and what a clone was made from, are left alone; so are snapshots that were taken with a guest's memory
-(label memory=GUEST@NAME), unless --label asks for one: vmstrata vm prune --disks deletes both, vmstrata snapshot delete
+A rule keeps the newest snapshot of each of the last so many periods that have one, in UTC; what one rule keeps is kept. \
+Layers without a name, and what a clone was made from, are left alone; so are snapshots that were taken with a guest's memory \
+(label memory=GUEST@NAME), unless --label asks for one: vmstrata vm prune --disks deletes both, vmstrata snapshot delete \
 the disk's. packaging/systemd has a timer.
 Exit codes: 0 done (also when there was nothing to do), 1 not, or not all, 64 wrong usage.";

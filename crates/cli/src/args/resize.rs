@@ -34,7 +34,7 @@ Examples:
   vmstrata resize web.qcow2 5G --shrink           after the guest has made its file system smaller
   vmstrata resize web.qcow2 +10G --json | jq .size_bytes
 
-A guest sees the new size at once, without a restart; then let it grow its partition and file system. NBD clients see it
+A guest sees the new size at once, without a restart; then let it grow its partition and file system. NBD clients see it \
 when they connect anew. New space reads as zeros. Snapshots keep the size that the disk had.
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
 

@@ -26,7 +26,7 @@ Examples:
   vmstrata snapshot clone web.qcow2 before-upgrade -o test.qcow2
   vmstrata snapshot delete web.qcow2 before-upgrade
 
-A snapshot is a layer: what was web.qcow2 is web.NAME.qcow2 from then on, and a new, empty web.qcow2 stands on it.
+A snapshot is a layer: what was web.qcow2 is web.NAME.qcow2 from then on, and a new, empty web.qcow2 stands on it. \
 Every command that takes an image takes web.qcow2@NAME too. Stock tools read and check all of these files.";
 
 /// The commands of `vmstrata snapshot`.
@@ -164,11 +164,11 @@ Examples:
   vmstrata snapshot create web.qcow2 --agent /run/web-agent.sock               file systems need no recovery in it
   vmstrata snapshot create web.qcow2 --json | jq -r '.snapshots[].layer'
 
-A disk that a server serves goes on being written meanwhile; writes are held for about a millisecond.
-What was written stays where it is, under a second name: it takes no time and no space but for an empty image.
-A raw disk is refused without --convert-raw, for its path leads to a qcow2 overlay afterwards. What opens that file itself must
+A disk that a server serves goes on being written meanwhile; writes are held for about a millisecond. \
+What was written stays where it is, under a second name: it takes no time and no space but for an empty image. \
+A raw disk is refused without --convert-raw, for its path leads to a qcow2 overlay afterwards. What opens that file itself must \
 then say so (libvirt: <driver type='qcow2'/>); guests behind this server's sockets see a raw disk as before.
-Exit codes: 0 taken, 1 not taken (every disk is as it was; where a host fails between two disks of a group, the message names
+Exit codes: 0 taken, 1 not taken (every disk is as it was; where a host fails between two disks of a group, the message names \
 those that have the snapshot), 64 wrong usage.";
 
 /// `vmstrata snapshot list`
@@ -190,7 +190,7 @@ Examples:
   vmstrata snapshot list web.qcow2
   vmstrata snapshot list web.qcow2 --json | jq -r '.snapshots[] | select(.labels.job == \"nightly\") | .name'
 
-With --all come files that were left behind, whose names cannot be used again until `vmstrata gc` or somebody removes them.
+With --all come files that were left behind, whose names cannot be used again until `vmstrata gc` or somebody removes them. \
 Layers without a name are listed as '-': backing files that other tools made are states of the disk too.
 Exit codes: 0 listed, 1 the chain cannot be read, 64 wrong usage.";
 
@@ -237,8 +237,8 @@ Examples:
   vmstrata snapshot list web.qcow2 --json | jq -r '.snapshots[] | select(.holds != []) | .name'
   vmstrata snapshot release web.qcow2 before-audit --tag audit
 
-While a snapshot has a hold, `snapshot delete` and `prune`, `merge`, `flatten`, a revert to an older one, and the rules of a server
-refuse to drop it, or leave it out. It may have several holds, of different tags; each is released by itself. `vmstrata backup` holds
+While a snapshot has a hold, `snapshot delete` and `prune`, `merge`, `flatten`, a revert to an older one, and the rules of a server \
+refuse to drop it, or leave it out. It may have several holds, of different tags; each is released by itself. `vmstrata backup` holds \
 what it was made from under the tag backup, and moves that hold with each incremental backup.
 Exit codes: 0 done (also if it was held under this tag already), 1 not, 64 wrong usage.";
 
@@ -271,9 +271,9 @@ Examples:
   vmstrata snapshot revert web.qcow2 mon --yes
   vmstrata snapshot revert web.qcow2 mon --keep web-broken.qcow2
 
-Snapshots newer than NAME are not removed: their files stay, and a disk kept with --keep still stands on them. `snapshot list --all`
+Snapshots newer than NAME are not removed: their files stay, and a disk kept with --keep still stands on them. `snapshot list --all` \
 shows them, and `vmstrata gc` removes those that nothing needs.
-It is refused while one of those is held (vmstrata snapshot hold). Images that stand on the disk itself, not on a snapshot of it, would read other data: it is refused without --force, and
+It is refused while one of those is held (vmstrata snapshot hold). Images that stand on the disk itself, not on a snapshot of it, would read other data: it is refused without --force, and \
 while one of them is in use.
 A served disk goes back while no guest and no client is connected to it, and is behind the same exports again then.
 Exit codes: 0 reverted, 1 not (the disk is as it was), 64 wrong usage.";
@@ -300,8 +300,8 @@ Examples:
   vmstrata snapshot clone web.qcow2 mon -o test.qcow2
   vmstrata snapshot clone golden.qcow2 v7 -o /vms/ci-42.qcow2
 
-The clone shares the snapshot's layers, which must stay where they are; deleting the snapshot leaves them. In another directory
-than theirs, serve it with --allow-backing, and if it is moved later, delete snapshots of the disk it came from only after
+The clone shares the snapshot's layers, which must stay where they are; deleting the snapshot leaves them. In another directory \
+than theirs, serve it with --allow-backing, and if it is moved later, delete snapshots of the disk it came from only after \
 it was opened at its new place.
 Exit codes: 0 made, 1 not made, 64 wrong usage.";
 

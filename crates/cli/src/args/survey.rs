@@ -46,14 +46,14 @@ Examples:
   vmstrata survey /srv/vm --deep --json | jq '.deep'
   vmstrata survey /srv/vm --history /var/lib/vmstrata/survey.jsonl --html fleet.html      every night: how chains grow
 
-Only headers and L1 tables are read (with --deep, L2 tables too), and no lock is taken: disks in use can be looked at. A file counts
-as an image if it starts like qcow2, if its name ends in .qcow2, .qcow, .raw or .img, or if an image names it as its
+Only headers and L1 tables are read (with --deep, L2 tables too), and no lock is taken: disks in use can be looked at. A file counts \
+as an image if it starts like qcow2, if its name ends in .qcow2, .qcow, .raw or .img, or if an image names it as its \
 backing file. Symbolic links and special files are not opened. A disk is a layer that no other layer stands on.
 
-The model: stock QEMU keeps 138 KiB a layer, and for each layer an L2 cache of 32 MiB at most (less where the layer's
-tables, or its file, are smaller). A vmstrata server keeps 7 MiB, 512 bytes a layer file, and 8 bytes a cluster of
-each disk, 64 MiB at most for all disks together; what a disk does not use, and its guest does not look at, takes
-nothing of that. Times to open and reads per second are those that were measured for chains of that length without
+The model: stock QEMU keeps 138 KiB a layer, and for each layer an L2 cache of 32 MiB at most (less where the layer's \
+tables, or its file, are smaller). A vmstrata server keeps 7 MiB, 512 bytes a layer file, and 8 bytes a cluster of \
+each disk, 64 MiB at most for all disks together; what a disk does not use, and its guest does not look at, takes \
+nothing of that. Times to open and reads per second are those that were measured for chains of that length without \
 an index (docs/measurements/chain.json); with one, opening takes less.
 
 Exit codes:

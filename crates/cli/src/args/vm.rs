@@ -85,7 +85,7 @@ Examples:
   vmstrata vm args web --memory 4G --memory-file /dev/hugepages/web
   qemu-system-x86_64 $(vmstrata vm args web --json | jq -r '.qemu[]') ...
 
-Memory is in a file so that it can be read beside QEMU, and shared so that the file is what the guest has. The monitor
+Memory is in a file so that it can be read beside QEMU, and shared so that the file is what the guest has. The monitor \
 is one that nothing else uses: QEMU serves one client of it at a time.
 Exit codes: 0 printed, 64 wrong usage.";
 
@@ -162,11 +162,11 @@ Examples:
   vmstrata vm snapshot web --vault /srv/a --vault /srv/b --copies 2 --every 10m --keep hourly=24,daily=7
   vmstrata vm snapshot web --vault 'hdfs://namenode:8020/vault?block=4M' --copies 3 --clean-copies 1
 
-The guest is held while its devices are saved and its memory is copied; then it goes on, also when the command fails, is
-interrupted or killed. Its disks get a snapshot of the same name, if vmstrata serves them; clean pages of cache that are
+The guest is held while its devices are saved and its memory is copied; then it goes on, also when the command fails, is \
+interrupted or killed. Its disks get a snapshot of the same name, if vmstrata serves them; clean pages of cache that are \
 on these disks, byte for byte, need no copy.
 
-With --every, a line tells of each snapshot, and of each that could not be taken: a guest that is down is tried again when
+With --every, a line tells of each snapshot, and of each that could not be taken: a guest that is down is tried again when \
 the next is due, and what is due while one is still being taken is left out. packaging/systemd has a service for it.
 Exit codes: 0 taken (with --every: interrupted), 1 not taken (nothing is listed, the guest runs on), 64 wrong usage.";
 
@@ -237,20 +237,20 @@ Examples:
   vmstrata vm restore web@mon --vault /srv/b --no-cache -- qemu-system-x86_64 -machine q35 ...
   vmstrata vm restore web@mon --vault /srv/a --vault /srv/b --lazy -- qemu-system-x86_64 -machine q35 ...
 
-The command line is the one the guest was started with: its memory is pointed to the snapshot's, and -incoming and a
-monitor are added. Each disk of the snapshot must be one that QEMU opens or finds behind a socket of the server, stand on its
-snapshot of the same instant, and not have been written since: else the guest is not started, and the message says what puts it
-right. --clone-disks makes clones that are, and has the command line and the server lead to them: their files stay, as the guest's
+The command line is the one the guest was started with: its memory is pointed to the snapshot's, and -incoming and a \
+monitor are added. Each disk of the snapshot must be one that QEMU opens or finds behind a socket of the server, stand on its \
+snapshot of the same instant, and not have been written since: else the guest is not started, and the message says what puts it \
+right. --clone-disks makes clones that are, and has the command line and the server lead to them: their files stay, as the guest's \
 disks. Pages of cache that the snapshot does not
-hold are read from them first, and compared with what they were; what is not there any more the guest reads again.
+hold are read from them first, and compared with what they were; what is not there any more the guest reads again. \
 With --lazy they are read while it runs, unless its disks were not checked (--force). The command ends when QEMU does, with its exit code; told to end (SIGTERM, SIGINT, SIGHUP), it ends QEMU.
 
-Killed before the guest runs, the command leaves nothing: QEMU, clones and files go with it. Killed later, the guest goes on
+Killed before the guest runs, the command leaves nothing: QEMU, clones and files go with it. Killed later, the guest goes on \
 without it, unless it was restored with --lazy.
 
-With --lazy the guest answers at once, whatever its size. This command serves the guest's memory until QEMU ends: if it is
-killed, QEMU is too. QEMU also ends (SIGBUS) where a page that the guest needs cannot be read from any copy for
+With --lazy the guest answers at once, whatever its size. This command serves the guest's memory until QEMU ends: if it is \
+killed, QEMU is too. QEMU also ends (SIGBUS) where a page that the guest needs cannot be read from any copy for \
 --page-patience. It needs /dev/fuse, fusermount3 (package fuse3) unless
-root, and room in --memory-dir for all that was stored. A snapshot whose copies are missing or cut short is refused before QEMU is started;
+root, and room in --memory-dir for all that was stored. A snapshot whose copies are missing or cut short is refused before QEMU is started; \
 damage inside them is found when it is read.
 Exit codes: QEMU's; 1 the guest was not started, 64 wrong usage.";

@@ -31,11 +31,11 @@ Examples:
   vmstrata vm pages --qmp /run/vm/web.qmp --pause
   vmstrata vm pages --memory /dev/shm/web.mem --machine pc --json | jq .causes
 
-Each page is free (its content means nothing), clean (file cache that equals the disk, unused at this moment), or critical
-(all else, and all that is not understood). Linux 5.10 and later on x86-64 is understood, ext4 and xfs for clean pages;
+Each page is free (its content means nothing), clean (file cache that equals the disk, unused at this moment), or critical \
+(all else, and all that is not understood). Linux 5.10 and later on x86-64 is understood, ext4 and xfs for clean pages; \
 the kernel needs VMCOREINFO and BTF, as distributions build it. The guest is not touched and need not know.
 
-Exit codes: 0 shown, 1 the memory cannot be reached, 2 the guest is not understood (all of it counts as critical),
+Exit codes: 0 shown, 1 the memory cannot be reached, 2 the guest is not understood (all of it counts as critical), \
 64 wrong usage.";
 
 /// Machine types of QEMU whose memory layouts are known.

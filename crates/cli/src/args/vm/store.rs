@@ -94,7 +94,7 @@ Examples:
   VMSTRATA_VAULT=/srv/a:/srv/b:/srv/c vmstrata vm list web --json | jq -r '.snapshots[].name'
   vmstrata vm list --vault hdfs://namenode:8020/vault
 
-COST is what a snapshot added to the vault, all copies; it shares the rest with older ones. Nothing is read but what is
+COST is what a snapshot added to the vault, all copies; it shares the rest with older ones. Nothing is read but what is \
 said of each snapshot: whether its pages are whole is what `vmstrata vm verify` finds out.
 Exit codes: 0 listed, 1 the vault cannot be read, 64 wrong usage.";
 
@@ -118,8 +118,8 @@ Examples:
   vmstrata vm show web --vault /srv/a --json | jq .savings
   vmstrata vm show web --vault /srv/a --json | jq '.objects[]'
 
-What was saved is counted against as many full copies of the guest's memory as there are copies of what it needs: one
-cause after another, so that they add up. Objects hold the pages of several snapshots. When all copies of one are lost, every snapshot
+What was saved is counted against as many full copies of the guest's memory as there are copies of what it needs: one \
+cause after another, so that they add up. Objects hold the pages of several snapshots. When all copies of one are lost, every snapshot \
 with critical pages in it is lost, and others lose clean pages.
 Exit codes: 0 shown, 1 not found or lost, 64 wrong usage.";
 
@@ -149,8 +149,8 @@ Examples:
   vmstrata vm delete web@mon --dry-run --vault /srv/a --vault /srv/b --vault /srv/c
   vmstrata vm delete web@mon --disks --vault /srv/a --vault /srv/b --vault /srv/c
 
-A guest alone names no snapshot here: it is refused with the names there are. Others keep every page they share with what is deleted; the space of
-the rest is freed at once, unless others use the vault (vmstrata vm gc). All repositories must be there. Without --disks,
+A guest alone names no snapshot here: it is refused with the names there are. Others keep every page they share with what is deleted; the space of \
+the rest is freed at once, unless others use the vault (vmstrata vm gc). All repositories must be there. Without --disks, \
 the snapshots of the guest's disks that were taken at the same instant stay; the command lists them.
 Exit codes: 0 deleted, 1 not, or not everywhere: delete again, 64 wrong usage.";
 
@@ -215,9 +215,9 @@ Examples:
   vmstrata vm gc --vault /srv/a --vault /srv/b --vault /srv/c
   vmstrata vm gc --all --vault /srv/a --json | jq .freed
 
-gc removes objects that no snapshot uses. It compacts objects of which snapshots use less than half: it writes them anew without
-the other pages. While unused pages take more than a fifth of what is used, it compacts those with the largest share of them, too.
-`vm snapshot`, `vm delete` and `vm prune` do the same if no other process uses the vault. gc needs all repositories.
+gc removes objects that no snapshot uses. It compacts objects of which snapshots use less than half: it writes them anew without \
+the other pages. While unused pages take more than a fifth of what is used, it compacts those with the largest share of them, too. \
+`vm snapshot`, `vm delete` and `vm prune` do the same if no other process uses the vault. gc needs all repositories. \
 Commands that read or write the vault wait until it is done. It can be killed at any moment and run again.
 Exit codes: 0 done (also when there was nothing to do), 1 not, for example as the vault is in use, 64 wrong usage.";
 
