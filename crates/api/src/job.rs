@@ -134,6 +134,7 @@ pub enum LayerRef {
 }
 
 /// Which way layers are merged.
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MergeDirection {
@@ -148,6 +149,7 @@ pub enum MergeDirection {
 }
 
 /// What becomes of the files of dropped layers.
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RemoveFiles {

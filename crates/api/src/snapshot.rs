@@ -40,6 +40,7 @@ pub struct SnapshotSpec {
 }
 
 /// Whether guests' file systems are frozen for a snapshot.
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Quiesce {

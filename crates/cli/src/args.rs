@@ -38,12 +38,12 @@ pub use self::index::{
 pub use self::job::{JobArgs, JobCommand};
 pub use self::layers::{FlattenArgs, LayersArgs, MergeArgs};
 pub use self::map::MapArgs;
-pub use self::merge::{LoseArgs, MergeDirection, MergeHowArgs, RemoveArgs, SnapshotDeleteArgs};
+pub use self::merge::{LoseArgs, MergeHowArgs, RemoveArgs, SnapshotDeleteArgs};
 pub use self::prune::SnapshotPruneArgs;
 pub use self::resize::ResizeArgs;
 pub use self::serve::{ServeArgs, ThawGuardArgs};
 pub use self::snapshot::{
-    Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs, SnapshotCreateArgs,
+    SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCommonArgs, SnapshotCreateArgs,
     SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 pub use self::survey::SurveyArgs;

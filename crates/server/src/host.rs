@@ -38,6 +38,7 @@ use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
 
 use self::exports::{Export, State};
+pub use self::jobs::merge_options;
 use self::reconcile::Wait;
 pub(crate) use self::report::Counted;
 use self::report::Counts;

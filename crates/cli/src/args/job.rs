@@ -1,10 +1,11 @@
 //! The command line of `vmstrata job`.
 
-use clap::{Args, Subcommand};
-
 use std::path::PathBuf;
 
-use super::{ControlArgs, LayersArgs, MergeDirection, MergeHowArgs, RemoveArgs};
+use clap::{Args, Subcommand};
+use vmstrata_api::MergeDirection;
+
+use super::{ControlArgs, LayersArgs, MergeHowArgs, RemoveArgs};
 use crate::units::parse_size;
 
 /// `vmstrata job`

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use vmstrata_api::JobSpec;
+use vmstrata_api::{JobSpec, MergeDirection};
 use vmstrata_disk::merge::LayerRef;
 use vmstrata_types::path_to_text;
 
-use super::merge::{LoseArgs, MergeDirection, MergeHowArgs, RemoveArgs};
+use super::merge::{LoseArgs, MergeHowArgs, RemoveArgs};
 use super::snapshot::AccessArgs;
 
 impl MergeHowArgs {
@@ -30,8 +30,8 @@ impl MergeHowArgs {
             first: asked(&first)?,
             last: asked(&last)?,
             drop_snapshots,
-            remove: remove.which().into(),
-            direction: direction.into(),
+            remove: remove.which(),
+            direction,
             forget_missing: self.forget_missing,
             bytes_per_second: self.limit,
         })
@@ -53,7 +53,7 @@ impl MergeHowArgs {
             disk: disk.to_owned(),
             onto,
             drop_snapshots,
-            remove: remove.which().into(),
+            remove: remove.which(),
             forget_missing: self.forget_missing,
             bytes_per_second: self.limit,
         })

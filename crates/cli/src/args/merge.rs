@@ -2,46 +2,10 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
-use vmstrata_api::JobSpec;
-use vmstrata_disk::merge::{Direction, Removal};
+use clap::Args;
+use vmstrata_api::{JobSpec, MergeDirection, RemoveFiles};
 
 use super::snapshot::AccessArgs;
-
-/// What becomes of the files of dropped layers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum RemoveFiles {
-    /// Those of this disk's own snapshots go; a base, and what came with a clone, stays
-    Snapshots,
-    /// The files in the disk's own directory, unless another image needs one or a process has it open
-    All,
-    /// Those in other directories, too: only if you know that no other disk needs them
-    Everywhere,
-    /// All stay
-    None,
-}
-
-impl From<RemoveFiles> for vmstrata_api::RemoveFiles {
-    fn from(remove: RemoveFiles) -> Self {
-        match remove {
-            RemoveFiles::Snapshots => Self::Snapshots,
-            RemoveFiles::All => Self::All,
-            RemoveFiles::Everywhere => Self::Everywhere,
-            RemoveFiles::None => Self::None,
-        }
-    }
-}
-
-impl From<RemoveFiles> for Removal {
-    fn from(remove: RemoveFiles) -> Self {
-        match remove {
-            RemoveFiles::Snapshots => Self::Snapshots,
-            RemoveFiles::All => Self::All,
-            RemoveFiles::Everywhere => Self::Everywhere,
-            RemoveFiles::None => Self::Nothing,
-        }
-    }
-}
 
 /// What becomes of the files of dropped layers, as it is asked for.
 #[derive(Clone, Copy, Debug, Args)]
@@ -72,38 +36,6 @@ pub struct LoseArgs {
     pub dry_run: bool,
 }
 
-/// Which way layers are merged.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum MergeDirection {
-    /// The way that copies less, as far as it is open
-    #[default]
-    Auto,
-    /// Into the layer above the deleted ones
-    Stream,
-    /// Into the base of the deleted ones, which then takes the place of the layer above; refused where others need it
-    Commit,
-}
-
-impl From<MergeDirection> for vmstrata_api::MergeDirection {
-    fn from(direction: MergeDirection) -> Self {
-        match direction {
-            MergeDirection::Auto => Self::Auto,
-            MergeDirection::Stream => Self::Stream,
-            MergeDirection::Commit => Self::Commit,
-        }
-    }
-}
-
-impl From<MergeDirection> for Direction {
-    fn from(direction: MergeDirection) -> Self {
-        match direction {
-            MergeDirection::Auto => Self::Auto,
-            MergeDirection::Stream => Self::Stream,
-            MergeDirection::Commit => Self::Commit,
-        }
-    }
-}
-
 /// How layers are dropped.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub struct MergeHowArgs {
@@ -129,7 +61,7 @@ impl MergeHowArgs {
             disk: disk.to_owned(),
             snapshots: snapshots.to_vec(),
             keep_files,
-            direction: direction.into(),
+            direction,
             forget_missing: self.forget_missing,
             bytes_per_second: self.limit,
         }

@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::Context;
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
+use vmstrata_api::Quiesce;
 use vmstrata_disk::{Format, OpenOptions};
 
 use super::{BackingArgs, ControlArgs, JournalArgs};
@@ -97,27 +98,6 @@ impl SnapshotCommonArgs {
             allow_backing: self.backing.allow_backing.clone(),
             format: self.format,
             ..OpenOptions::default()
-        }
-    }
-}
-
-/// Whether guests' file systems are frozen for a snapshot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Quiesce {
-    /// If every disk has an agent that does it; else the snapshot is as after a power failure, and says so
-    Auto,
-    /// Or no snapshot is taken
-    Always,
-    /// Not
-    Never,
-}
-
-impl From<Quiesce> for vmstrata_api::Quiesce {
-    fn from(quiesce: Quiesce) -> Self {
-        match quiesce {
-            Quiesce::Auto => Self::Auto,
-            Quiesce::Always => Self::Always,
-            Quiesce::Never => Self::Never,
         }
     }
 }

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
-use vmstrata_api::Removed;
+use vmstrata_api::{MergeDirection, RemoveFiles, Removed};
 use vmstrata_disk::OpenOptions;
 use vmstrata_disk::merge::{
-    Direction, Forecast, Going, LayerRef, Merge, MergeOptions, MergeRange, Merged, Removal, Selection,
-    ranges_of,
+    Forecast, Going, LayerRef, Merge, MergeOptions, MergeRange, Merged, Selection, ranges_of,
 };
 use vmstrata_job::Bucket;
+use vmstrata_server::merge_options;
 use vmstrata_types::path_to_text;
 
 use super::backup::until_stopped;
@@ -114,10 +114,8 @@ pub fn foresee_delete(args: &SnapshotDeleteArgs, is_served: bool) -> Result<()> 
 }
 
 fn delete_options(args: &SnapshotDeleteArgs) -> MergeOptions {
-    let removal = if args.keep_files { Removal::Nothing } else { Removal::Snapshots };
-    let open = args.access.open();
-    let (forget_missing, direction) = (args.how.forget_missing, args.direction.into());
-    MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() }
+    let remove = if args.keep_files { RemoveFiles::None } else { RemoveFiles::Snapshots };
+    merge_options(args.access.open(), remove, args.direction, args.how.forget_missing)
 }
 
 /// Deletes snapshots of a disk that no server serves, and says nothing of it.
@@ -148,13 +146,8 @@ pub fn run(args: &MergeArgs) -> Result<ExitCode> {
     }
     let ([one, other], open) = (args.layers.ends(), args.access.open());
     let ranges = Selection::between(&args.disk, &one, &other, &open)?.ranges(&args.disk, &open)?;
-    let options = MergeOptions {
-        open,
-        removal: args.remove.which().into(),
-        forget_missing: args.how.forget_missing,
-        beyond_own: true,
-        direction: args.direction.into(),
-    };
+    let options = merge_options(open, args.remove.which(), args.direction, args.how.forget_missing);
+    let options = MergeOptions { beyond_own: true, ..options };
     if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.access.common)? {
         let what = audit::of("merge", [&args.disk]).object(args.layers.in_words());
         let report = merge(what, &args.disk, &ranges, &options, args.how.limit, &args.access.journal)?;
@@ -179,9 +172,8 @@ pub fn flatten(args: &FlattenArgs) -> Result<ExitCode> {
         None => Selection::below(&args.disk, &open)?,
     };
     let ranges = selection.ranges(&args.disk, &open)?;
-    let (removal, forget_missing) = (args.remove.which().into(), args.how.forget_missing);
-    let direction = Direction::Stream;
-    let options = MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() };
+    let remove = args.remove.which();
+    let options = merge_options(open, remove, MergeDirection::Stream, args.how.forget_missing);
     if agreed(&args.disk, &ranges, &options, args.lose, live.is_some(), &args.access.common)? {
         let what = audit::of("flatten", [&args.disk]);
         let what = What { object: args.onto.as_deref().map(absolute), ..what };

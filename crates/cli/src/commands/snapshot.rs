@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
+use vmstrata_api::Quiesce;
 use vmstrata_disk::snapshot::{
     self, PrepareOptions, RevertOptions, Snapshot, SnapshotInfo, find, list, now_ns,
 };
@@ -16,7 +17,7 @@ use vmstrata_disk::{ErrorKind, Format, OpenOptions, ResourceOptions, Resources};
 use vmstrata_types::{path_to_text, time};
 
 use crate::args::{
-    ControlArgs, JournalArgs, Quiesce, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs,
+    ControlArgs, JournalArgs, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs,
     SnapshotDeleteArgs, SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 use crate::attach::absolute;

@@ -21,8 +21,8 @@ fn check_limit(bytes_per_second: Option<u64>) -> Result<(), Error> {
     }
 }
 
-/// How layers are dropped.
-fn how(
+/// How layers are dropped, in the engine's words.
+pub fn merge_options(
     open: OpenOptions,
     remove: RemoveFiles,
     direction: MergeDirection,
@@ -80,7 +80,9 @@ impl Host {
         let open_options = self.open_options(spec);
         drop(table);
         let reserve = |kind| self.jobs.reserve(kind, asked.disk());
-        let how = |remove, direction, forget_missing| how(open_options, remove, direction, forget_missing);
+        let how = |remove, direction, forget_missing| {
+            merge_options(open_options, remove, direction, forget_missing)
+        };
         let (slot, work) = match &asked {
             JobSpec::IndexBuild { disk, .. } => {
                 let slot = reserve(&INDEX_BUILD)?;

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Result, bail};
 use vmstrata_api::{
-    DiskList, DiskStatus, FileNumber, JobSpec, JobState, JobStatus, RevertSpec, SnapshotReverted,
+    DiskList, DiskStatus, FileNumber, JobSpec, JobState, JobStatus, Quiesce, RevertSpec, SnapshotReverted,
     SnapshotSpec, SnapshotTaken,
 };
 use vmstrata_disk::snapshot::SnapshotInfo;
@@ -15,7 +15,7 @@ use vmstrata_types::{path_from_text, path_to_text};
 use super::note;
 use super::report::{Reverted, Taken, TakenOne};
 use crate::args::{
-    ControlArgs, FlattenArgs, MergeArgs, Quiesce, SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotRevertArgs,
+    ControlArgs, FlattenArgs, MergeArgs, SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotRevertArgs,
 };
 use crate::client::Client;
 use crate::commands::backup::until_stopped;
@@ -124,7 +124,7 @@ impl Live {
             labels: info.labels.iter().cloned().collect(),
             group: info.group.clone(),
             agent: agent.as_deref().map(path_to_text),
-            quiesce: quiesce.map(Into::into),
+            quiesce,
             convert_raw,
         };
         self.client.post("/v1/snapshots", &spec)

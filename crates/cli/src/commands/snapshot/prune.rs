@@ -48,7 +48,7 @@ pub fn run(args: &SnapshotPruneArgs) -> Result<()> {
         names,
         keep_files: false,
         dry_run: false,
-        direction: crate::args::MergeDirection::default(),
+        direction: vmstrata_api::MergeDirection::default(),
         how: args.how,
         access: args.access.clone(),
     })

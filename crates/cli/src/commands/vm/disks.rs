@@ -7,8 +7,8 @@ use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::json;
 use vmstrata_api::{
-    DiskDetail, DiskList, ExportList, ExportSpec, JobState, JobStatus, SnapshotSpec, SnapshotTaken,
-    encode_segment,
+    DiskDetail, DiskList, ExportList, ExportSpec, JobState, JobStatus, MergeDirection, SnapshotSpec,
+    SnapshotTaken, encode_segment,
 };
 use vmstrata_disk::{OpenOptions, snapshot};
 use vmstrata_memory::BoxError;
@@ -17,7 +17,7 @@ use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::DiskState;
 use vmstrata_types::path_from_text;
 
-use crate::args::{MergeDirection, MergeHowArgs};
+use crate::args::MergeHowArgs;
 use crate::client::Client;
 use crate::commands::snapshot::NOW_QCOW2;
 use crate::key_values::escape;

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::Result;
+use vmstrata_api::MergeDirection;
 use vmstrata_memory::vault::DiskState;
 
-use crate::args::{ControlArgs, MergeDirection, MergeHowArgs};
+use crate::args::{ControlArgs, MergeHowArgs};
 use crate::commands::merge::delete_quietly;
 use crate::commands::snapshot::live::Live;
 
