@@ -278,8 +278,12 @@ mod tests {
         let epochs = Arc::new(Epochs::default());
         let mut member = Member::new(0);
         let (first, second) = (member.try_enter(&epochs).unwrap(), member.try_enter(&epochs).unwrap());
+        let phase = || epochs.state.load(Ordering::SeqCst) & PHASE;
+        let before = phase();
         let (waiter, done) = synchronize_elsewhere(&epochs);
-        std::thread::sleep(Duration::from_millis(20));
+        while phase() == before {
+            std::thread::yield_now();
+        }
         let later = member.try_enter(&epochs).unwrap();
         assert_ne!(first, later, "the phase has turned");
         member.leave(&epochs, first);

@@ -22,7 +22,7 @@ const PART_OF_FREE: u64 = 64;
 /// cost, or preallocate slowly.
 pub(crate) const EXT4: i64 = 0xEF53;
 
-/// Preallocates about `len` bytes past the end of `file`; its length stays. [`free`] undoes it.
+/// Preallocates about `len` bytes past the end of `file`; its length stays. [`crate::LocalFile::free_prealloc`] undoes it.
 pub fn past_end(file: &File, len: u64) {
     let len = len.min(LEN_MAX);
     if len < LEN_MIN {

@@ -167,7 +167,7 @@ impl FaultPlan {
         self.add(Fault { kind, store: None, when: When::From(n), effect: Effect::Fail(errno) });
     }
 
-    /// From now on stores have everything in memory when they are asked ([`crate::Store::read_now`]), which then is an
+    /// From now on stores have everything in memory when they are asked ([`crate::LocalFile::read_now`]), which then is an
     /// operation of kind [`OperationKind::Read`]; before, they have nothing.
     pub fn read_now(&self) {
         self.reads_now.store(true, Ordering::Relaxed);
