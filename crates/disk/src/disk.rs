@@ -27,6 +27,7 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
 use crate::absent::Absent;
 use crate::active::Active;
 use crate::active::session::leave_clean;
+use crate::atomic_file::flush_directory;
 use crate::chain::{OpenOptions, check_state_at};
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
@@ -93,6 +94,10 @@ impl Disk {
         if chain.unfinished && !options.read_only {
             open::finish_snapshot(chain, (options.cache, options.unflushed), resources)?;
             chain = read_chain(path, options, resources)?;
+        }
+        if !options.read_only {
+            // A killed process may have left the file's name unflushed, and what is flushed now is found by that name.
+            flush_directory(path).map_err(in_file)?;
         }
         if options.read_only && (chain.unfinished || chain.top.is_in_session()) {
             tracing::warn!(disk = %path.display(), "its writer was killed, or is at work: what was written last shows once the disk has been opened for writing");

@@ -256,6 +256,15 @@ fn survives(operation: &'static str) {
     for_seeds(1, |seed| Watched::new(operation, seed).crash_anywhere(seed));
 }
 
+/// A process may have been killed between a rename and the flush of the directory: what is flushed after it needs the name.
+#[test]
+fn the_name_of_a_disk_is_flushed_before_its_bytes() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let traced = Watched::new("open", 0).traced;
+    let (names, bytes) = (traced.names_flushed().expect("flushed"), traced.file_flushed().expect("flushed"));
+    assert!(names < bytes, "{names:?}, {bytes:?}");
+}
+
 #[test]
 fn a_live_merge_into_a_frozen_layer() {
     survives("live-frozen");

@@ -91,6 +91,18 @@ impl Traced {
         all.into_iter().map(Moment).collect()
     }
 
+    /// When the directory's own names were on stable storage first.
+    pub fn names_flushed(&self) -> Option<Moment> {
+        let flushes = self.flushes.iter().filter(|flush| flush.directory.as_os_str().is_empty());
+        flushes.map(|flush| flush.completed).min()
+    }
+
+    /// When a file was flushed first.
+    pub fn file_flushed(&self) -> Option<Moment> {
+        let flushes = self.log.iter().filter(|record| record.operation == Operation::Flush);
+        flushes.filter_map(|record| record.completed).min()
+    }
+
     /// The last mark before a moment.
     pub fn mark_at(&self, at: Moment) -> u64 {
         self.marks.iter().rev().find(|(_, said)| *said <= at).map_or(0, |(mark, _)| *mark)

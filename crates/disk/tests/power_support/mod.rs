@@ -113,6 +113,7 @@ pub fn operate(operation: &str, seed: u64, dir: &Path, say: &(dyn Fn(u64) + Sync
         "clone" => drop(snapshot::clone(&web, "s1", &dir.join("clone.qcow2"), &open).unwrap()),
         "elsewhere" => drop(snapshot::clone(&web, "s1", &dir.join("vms/clone.qcow2"), &open).unwrap()),
         "group" => take_snapshot(&[web, dir.join("data.qcow2")], "s3", &resources).unwrap(),
+        "open" => Disk::open(&web, &open, &resources).unwrap().close().unwrap(),
         "index" => drop(build(&web, &IndexOptions::default()).unwrap()),
         _ => unreachable!("{operation}"),
     }
