@@ -324,7 +324,7 @@ fn change(number: i64, args: [usize; 6]) -> isize {
         libc::SYS_fallocate => args[2] as u64,
         _ => args[3] as u64,
     };
-    if TASKS.step() {
+    if TASKS.change() {
         write_part(number, args, at);
         TASKS.die();
     }
@@ -372,6 +372,9 @@ fn flush(_number: i64, args: [usize; 6]) -> isize {
     let Some(found) = stat_fd(args[0]) else { return error(libc::EINVAL) };
     let number = number_of(&found);
     let begun = TASKS.note(Kind::Flush, [number as u64, 0, 0, 0], 0, &[]);
+    if TASKS.change() {
+        TASKS.die();
+    }
     TASKS.sleep(4 * latency());
     let inode = shared().inode(number);
     shared().set_inode(number, Inode { is_unsynced: 0, ..inode });
@@ -452,6 +455,9 @@ impl Found {
 
 /// The way of an answer about a change that was noted.
 fn answer(noted: u64) {
+    if TASKS.change() {
+        TASKS.die();
+    }
     TASKS.sleep(latency());
     TASKS.note(Kind::Ended, [noted, 0, 0, 0], 0, &[]);
 }

@@ -45,6 +45,7 @@ use life::{CLONES, DISK, DISKS, JOURNALS, Life};
 use random::{Random, hash};
 use shared::{Kind, Shared};
 use storage::Storage;
+use tasks::Death;
 
 #[global_allocator]
 static ALLOCATOR: kernel::Allocator = kernel::Allocator;
@@ -221,9 +222,10 @@ struct Run<'a> {
     boot: u64,
 }
 
-/// Lives of a run, at most, and the steps of one that is killed.
+/// Lives of a run, at most, and the steps of one that is killed, or those of them that change files.
 const LIVES_MAX: u64 = 5;
 const STEPS_MAX: u64 = 6_000;
+const CHANGES_MAX: u64 = 600;
 
 impl<'a> Run<'a> {
     fn new(seed: u64, place: &'a Path, is_verbose: bool) -> Self {
@@ -297,7 +299,10 @@ impl<'a> Run<'a> {
             fs::write(place.join(name), text).expect("written");
         }
         fs::create_dir_all(place.join("proc")).expect("made");
-        let last_step = 1 + self.random.below(STEPS_MAX);
+        let death = match self.random.below(2) {
+            0 => Death::AtStep(1 + self.random.below(STEPS_MAX)),
+            _ => Death::AtChange(1 + self.random.below(CHANGES_MAX)),
+        };
         let seed = self.random.next();
         // SAFETY: this process has one thread.
         let child = unsafe { libc::fork() };
@@ -312,7 +317,7 @@ impl<'a> Run<'a> {
             }));
             let (directory, history) = (self.root(), history.clone());
             let life = Life { directory, history, seed: random::mix(seed), is_first: life == 0 };
-            tasks::TASKS.begin(self.shared, seed, self.now_ns, last_step);
+            tasks::TASKS.begin(self.shared, seed, self.now_ns, death);
             kernel::begin();
             // In a thread of its own: this one has drawn numbers for hash maps from the real host.
             let _ = std::thread::spawn(move || life.live()).join();

@@ -29,6 +29,14 @@ pub enum On {
     End(libc::pthread_t),
 }
 
+/// When the process dies, if it has not ended by then.
+#[derive(Clone, Copy, Debug)]
+pub enum Death {
+    AtStep(u64),
+    /// Steps in which files change.
+    AtChange(u64),
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     Free,
@@ -59,8 +67,8 @@ pub struct Tasks {
     ending: Cell<Option<usize>>,
     pub now_ns: Cell<u64>,
     steps: Cell<u64>,
-    /// At this step the process dies.
-    last_step: Cell<u64>,
+    changes: Cell<u64>,
+    death: Cell<Death>,
     pub random: Random,
     /// The running task goes on, where it can, but once in so many steps.
     patience: Cell<u64>,
@@ -88,7 +96,8 @@ impl Tasks {
             ending: Cell::new(None),
             now_ns: Cell::new(0),
             steps: Cell::new(0),
-            last_step: Cell::new(u64::MAX),
+            changes: Cell::new(0),
+            death: Cell::new(Death::AtStep(u64::MAX)),
             random: Random::new(0),
             patience: Cell::new(1),
             shared: Cell::new(None),
@@ -96,11 +105,11 @@ impl Tasks {
     }
 
     /// The calling thread becomes the first task.
-    pub fn begin(&self, shared: Shared, seed: u64, now_ns: u64, last_step: u64) {
+    pub fn begin(&self, shared: Shared, seed: u64, now_ns: u64, death: Death) {
         self.shared.set(Some(shared));
         self.random.seed(seed);
         self.now_ns.set(now_ns);
-        self.last_step.set(last_step);
+        self.death.set(death);
         self.patience.set(*self.random.pick(&[1, 2, 8]));
         self.tasks[0].state.set(State::Ready);
     }
@@ -131,7 +140,13 @@ impl Tasks {
     pub fn step(&self) -> bool {
         self.now_ns.set(self.now_ns.get() + 200 + self.random.below(4000));
         self.steps.set(self.steps.get() + 1);
-        self.steps.get() >= self.last_step.get()
+        matches!(self.death.get(), Death::AtStep(last) if last <= self.steps.get())
+    }
+
+    /// A step that changes files or makes changes last; true if the process must die in it.
+    pub fn change(&self) -> bool {
+        self.changes.set(self.changes.get() + 1);
+        self.step() || matches!(self.death.get(), Death::AtChange(last) if last <= self.changes.get())
     }
 
     /// As [`Tasks::step`]; then another task may run.
