@@ -98,11 +98,6 @@ impl Diff {
         self.states.new.size
     }
 
-    /// The layers that only the newer state has.
-    pub fn layers_added(&self) -> usize {
-        self.states.new.layers.len()
-    }
-
     /// The smallest cluster or subcluster size of the layers between the states: extents begin and end on its multiples, but for the
     /// ends of layers.
     pub fn unit(&self) -> ClusterBits {

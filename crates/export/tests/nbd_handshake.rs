@@ -83,17 +83,15 @@ fn list_names_all_exports_and_info_describes_one() {
 }
 
 #[test]
-fn an_empty_name_means_the_default_export() {
+fn an_empty_name_means_the_only_export() {
     let fixture = Fixture::chain();
     let mut client = Client::connect(&fixture.socket());
     let info = client.option(6, &info_query("", &[1]));
-    assert_eq!(info[1].1[2..], *b"disk", "the only one is the default");
+    assert_eq!(info[1].1[2..], *b"disk", "the only one");
     fixture.server().exports().add(Export::new("other", fixture.disk.clone())).unwrap();
-    assert_eq!(last(&client.option(6, &info_query("", &[]))), ERR_UNKNOWN, "two, and none is the default");
-    fixture.server().exports().set_default("other");
-    assert_eq!(client.option(6, &info_query("", &[1]))[1].1[2..], *b"other");
+    assert_eq!(last(&client.option(6, &info_query("", &[]))), ERR_UNKNOWN, "one of two");
     fixture.server().exports().remove("other").unwrap();
-    assert_eq!(last(&client.option(6, &info_query("", &[]))), ERR_UNKNOWN);
+    assert_eq!(client.option(6, &info_query("", &[1]))[1].1[2..], *b"disk");
 }
 
 #[test]

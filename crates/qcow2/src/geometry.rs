@@ -98,12 +98,6 @@ impl Geometry {
     pub const fn l1_entries(self, size: u64) -> u64 {
         size.div_ceil(self.l2_span())
     }
-
-    /// Guest clusters of a disk of `size` bytes, the last one perhaps not whole.
-    #[inline]
-    pub const fn guest_clusters(self, size: u64) -> u64 {
-        size.div_ceil(self.cluster_bits.size())
-    }
 }
 
 #[cfg(test)]

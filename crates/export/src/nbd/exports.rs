@@ -129,13 +129,7 @@ impl Visible {
 
 /// The exports of a server; may change while it runs. Connections keep the export they have chosen.
 #[derive(Debug, Default)]
-pub struct Exports(RwLock<Table>);
-
-#[derive(Debug, Default)]
-struct Table {
-    by_name: BTreeMap<String, Arc<Export>>,
-    default: Option<String>,
-}
+pub struct Exports(RwLock<BTreeMap<String, Arc<Export>>>);
 
 impl Exports {
     /// An empty table.
@@ -155,55 +149,45 @@ impl Exports {
             return fail(ExportFault::NotAString);
         }
         let mut table = self.0.write();
-        if table.by_name.contains_key(&export.name) {
+        if table.contains_key(&export.name) {
             return fail(ExportFault::Taken);
         }
-        table.by_name.insert(export.name.clone(), Arc::new(export));
+        table.insert(export.name.clone(), Arc::new(export));
         Ok(())
     }
 
     /// Takes an export out of the table; connections that have chosen it go on.
     pub fn remove(&self, name: &str) -> Option<Arc<Export>> {
-        self.0.write().by_name.remove(name)
+        self.0.write().remove(name)
     }
 
     /// Whether this very export is in the table.
     pub(crate) fn has(&self, export: &Arc<Export>) -> bool {
-        self.0.read().by_name.get(&export.name).is_some_and(|found| Arc::ptr_eq(found, export))
+        self.0.read().get(&export.name).is_some_and(|found| Arc::ptr_eq(found, export))
     }
 
-    /// Names the export that clients get which ask for none.
-    ///
-    /// Without this, they get the export with the empty name, or else the only one.
-    pub fn set_default(&self, name: impl Into<String>) {
-        self.0.write().default = Some(name.into());
-    }
-
-    /// The export that a client with these names means by `name`.
+    /// The export that a client with these names means by `name`; without one, the only one.
     pub(crate) fn resolve(&self, name: &str, names: &[String]) -> Option<Visible> {
         let table = self.0.read();
         let visible = |export| Visible::of(export, names);
-        if let Some(export) = table.by_name.get(name) {
+        if let Some(export) = table.get(name) {
             return visible(export);
         }
         if !name.is_empty() {
             return None;
         }
-        if let Some(default) = &table.default {
-            return table.by_name.get(default).and_then(visible);
-        }
-        let mut all = table.by_name.values().filter_map(visible);
+        let mut all = table.values().filter_map(visible);
         let first = all.next()?;
         all.next().is_none().then_some(first)
     }
 
     /// All exports by name.
     pub fn list(&self) -> Vec<Arc<Export>> {
-        self.0.read().by_name.values().cloned().collect()
+        self.0.read().values().cloned().collect()
     }
 
     /// Those that a client with these names may use.
     pub(crate) fn list_for(&self, names: &[String]) -> Vec<Visible> {
-        self.0.read().by_name.values().filter_map(|export| Visible::of(export, names)).collect()
+        self.0.read().values().filter_map(|export| Visible::of(export, names)).collect()
     }
 }
