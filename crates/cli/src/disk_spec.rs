@@ -206,7 +206,7 @@ mod tests {
     #[test]
     fn limits_are_read_as_they_are_shown() {
         let text = "iops-total=1000,iops-total-max=2000,iops-total-max-length=10,bps-read=64M";
-        let disk = parse_disk(&format!("path=a,{text}")).unwrap();
+        let disk = parse_disk(format!("path=a,{text}")).unwrap();
         let iops = Limit::new(1000, Some(2000), Some(10)).unwrap();
         let bps = Limit::new(64 << 20, None, None).unwrap();
         let limits = Limits { iops_total: Some(iops), bps_read: Some(bps), ..Limits::default() };
@@ -249,8 +249,8 @@ mod tests {
             let error = error_of(parse_disk(text));
             assert!(error.contains(part), "{text}: {error}");
         }
-        assert!(error_of(parse_disk(&format!("path=a,name={}", "n".repeat(256)))).contains("at most 255"));
-        parse_disk(&format!("path=a,name={}", "n".repeat(255))).unwrap();
+        assert!(error_of(parse_disk(format!("path=a,name={}", "n".repeat(256)))).contains("at most 255"));
+        parse_disk(format!("path=a,name={}", "n".repeat(255))).unwrap();
     }
 
     #[test]

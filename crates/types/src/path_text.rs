@@ -45,8 +45,9 @@ fn percent_decode(text: &str) -> Option<Vec<u8>> {
     let (plain, rest) = text.split_once('%').unwrap_or((text, ""));
     let mut bytes = plain.as_bytes().to_vec();
     for part in rest.split('%').filter(|_| plain.len() < text.len()) {
-        bytes.push(u8::from_str_radix(part.get(..2)?, 16).ok()?);
-        bytes.extend_from_slice(part[2..].as_bytes());
+        let digits = part.get(..2).filter(|digits| !digits.starts_with('+'))?;
+        bytes.push(u8::from_str_radix(digits, 16).ok()?);
+        bytes.extend_from_slice(&part.as_bytes()[2..]);
     }
     Some(bytes)
 }
@@ -71,9 +72,16 @@ mod tests {
 
     #[test]
     fn what_is_no_uri_is_a_path() {
-        for text in
-            ["file://host/a", "file:///a%4", "file:///a%0", "file:///a%00", "file:///%zz", "nbd:x", ""]
-        {
+        for text in [
+            "file://host/a",
+            "file:///a%4",
+            "file:///a%+4",
+            "file:///a%0",
+            "file:///a%00",
+            "file:///%zz",
+            "nbd:x",
+            "",
+        ] {
             assert_eq!(path_from_text(text), Path::new(text), "{text}");
         }
     }

@@ -61,7 +61,7 @@ pub(crate) fn check_state_at(path: &Path, opener: &dyn Opener) -> Result<()> {
 /// Whether [`Top::check_state`] refuses it.
 pub(crate) fn is_being_dropped(path: &Path, head: Option<&Qcow2Head>) -> bool {
     let valid_as = head.and_then(|head| head.valid_as.as_deref());
-    valid_as.is_some_and(|name| path.file_name() != Some(name.as_ref()))
+    valid_as.is_some_and(|name| path.file_name() != Some(name))
 }
 
 /// Opens the file of a disk, or of a state of one: no other file names it and says what it is.
