@@ -54,7 +54,7 @@ fn pages_are_shown(counting: &mut Counting) {
         assert!(report["release"].is_string() && classes["clean"].as_u64() > Some(100), "{report}");
         counting.counts_on();
     }
-    let shown = String::from_utf8(must(counting.pages().args(["--pause"])).stdout).unwrap();
+    let shown = String::from_utf8(must(counting.pages().args(["--pause", "--map"])).stdout).unwrap();
     assert!(shown.starts_with("kernel: Linux ") && shown.contains("located on vda"), "{shown}");
 }
 

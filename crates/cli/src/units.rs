@@ -23,6 +23,24 @@ pub fn short_size(bytes: u64) -> String {
     if tenth == 0 { format!("{whole} {letter}iB") } else { format!("{whole}.{tenth} {letter}iB") }
 }
 
+/// Two sizes in a unit that shows that they differ: `1025 MiB` and `1024 MiB`.
+pub fn apart(one: u64, other: u64) -> (String, String) {
+    let shown = |shift: u32, letter: char| {
+        let tenths = |bytes: u64| (u128::from(bytes) * 10) >> shift;
+        let text = |bytes: u64| match (tenths(bytes) / 10, tenths(bytes) % 10) {
+            (whole, 0) => format!("{whole} {letter}iB"),
+            (whole, tenth) => format!("{whole}.{tenth} {letter}iB"),
+        };
+        (text(one), text(other))
+    };
+    let short = (short_size(one), short_size(other));
+    if one == other || short.0 != short.1 {
+        return short;
+    }
+    let finer = SUFFIXES.iter().rev().map(|&(letter, shift)| shown(shift, letter));
+    finer.into_iter().find(|(one, other)| one != other).unwrap_or((format!("{one} B"), format!("{other} B")))
+}
+
 /// Letters of times, with their seconds.
 const TIMES: [(char, u64); 5] = [('s', 1), ('m', 60), ('h', 3600), ('d', 86_400), ('w', 604_800)];
 
@@ -51,6 +69,18 @@ mod tests {
         for wrong in ["", "m", "10", "10M", "0s", "-1s", "1.5h", "10ä", "99999999999999999999s", "53w"] {
             assert!(parse_time(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn sizes_that_differ_look_so() {
+        let shown = |one, other| {
+            let (one, other) = apart(one, other);
+            format!("{one}, {other}")
+        };
+        assert_eq!(shown(1 << 30, 1025 << 20), "1024 MiB, 1025 MiB");
+        assert_eq!(shown(1 << 30, 2 << 30), "1 GiB, 2 GiB");
+        assert_eq!(shown(1 << 40, (1 << 40) + 512), "1073741824 KiB, 1073741824.5 KiB");
+        assert_eq!(shown(1 << 20, 1 << 20), "1 MiB, 1 MiB");
     }
 
     #[test]

@@ -354,8 +354,14 @@ fn metrics_are_served_on_the_loopback_address_and_nothing_else_is() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let (text, nbd) = (port.to_string(), unix(&images));
     let server = Server::start(&["--disk", &disk(&path, "a"), "--nbd", &nbd, "--metrics", &text]);
-    let fetch =
-        |path: &str| tool("curl", ["-s", "-i", "-m", "10", &format!("http://127.0.0.1:{port}{path}")]);
+    let fetch_as = |accept: &str, path: &str| {
+        let url = format!("http://127.0.0.1:{port}{path}");
+        tool("curl", ["-s", "-i", "-m", "10", "-H", &format!("Accept: {accept}"), &url])
+    };
+    let fetch = |path: &str| fetch_as("*/*", path);
+    let preferred = fetch_as("application/openmetrics-text,text/plain;q=0.3", "/metrics");
+    let preferred = String::from_utf8(preferred.stdout).unwrap();
+    assert!(preferred.contains("openmetrics-text") && preferred.ends_with("# EOF\n"), "{preferred}");
     let metrics = String::from_utf8(fetch("/metrics").stdout).unwrap();
     assert!(
         metrics.starts_with("HTTP/1.1 200") && metrics.contains("text/plain; version=0.0.4"),

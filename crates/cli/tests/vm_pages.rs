@@ -10,14 +10,16 @@ use support::{run, run_err};
 #[test]
 fn memory_that_is_not_understood_is_critical_and_the_exit_code_is_2() {
     let dir = tempfile::tempdir().unwrap();
-    let memory = dir.path().join("memory");
+    let (memory, picture) = (dir.path().join("memory"), dir.path().join("picture"));
     fs::write(&memory, vec![0; 1 << 20]).unwrap();
     let file = memory.to_str().unwrap();
-    let output = run(["vm", "pages", "--memory", file]);
+    let output = run(["vm", "pages", "--memory", file, "--map", "--picture", picture.to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(2));
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.starts_with("not understood: no Linux kernel"), "{text}");
     assert!(text.contains("critical              256  1 MiB  100.0 %"), "{text}");
+    assert!(text.contains(&"█".repeat(64)), "{text}");
+    assert!(fs::read(&picture).unwrap().starts_with(b"P6 1024 1 255\n"));
 
     let output = run(["vm", "pages", "--memory", file, "--machine", "pc", "--json"]);
     assert_eq!(output.status.code(), Some(2));

@@ -14,7 +14,7 @@ use super::snapshot::resources;
 use crate::args::ResizeArgs;
 use crate::audit::{self, What};
 use crate::output::{answer, counted};
-use crate::units::{exact_size, short_size};
+use crate::units::apart;
 
 /// What was done, for scripts.
 #[derive(Debug, Serialize)]
@@ -85,10 +85,7 @@ fn of_file(args: &ResizeArgs, what: &mut What) -> Result<Report> {
 
 impl Report {
     fn text(&self) -> String {
-        let is_close =
-            self.from_bytes != self.size_bytes && short_size(self.from_bytes) == short_size(self.size_bytes);
-        let shown = if is_close { exact_size } else { short_size };
-        let (disk, from, to) = (&self.disk, shown(self.from_bytes), shown(self.size_bytes));
+        let (disk, (from, to)) = (&self.disk, apart(self.from_bytes, self.size_bytes));
         let told =
             self.guests_told.map(|told| format!(" ({} told)", counted(told, "guest"))).unwrap_or_default();
         let reconnect = match self.nbd_clients {

@@ -5,6 +5,7 @@ mod disks;
 mod guard;
 mod pages;
 mod periodic;
+mod picture;
 mod restore;
 mod snapshot;
 mod states;

@@ -20,6 +20,12 @@ pub struct VmPagesArgs {
     /// The machine type whose memory layout FILE has
     #[arg(long, value_name = "TYPE", default_value = "q35", requires = "memory")]
     pub machine: MachineKind,
+    /// Write a picture to FILE (PPM): one pixel a page, 1,024 pages a row
+    #[arg(long, value_name = "FILE")]
+    pub picture: Option<PathBuf>,
+    /// Show a map of the memory, too
+    #[arg(long, conflicts_with = "json")]
+    pub map: bool,
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
@@ -28,12 +34,15 @@ pub struct VmPagesArgs {
 const PAGES_HELP: &str = "\
 Examples:
   vmstrata vm pages --qmp /run/vm/web.qmp
-  vmstrata vm pages --qmp /run/vm/web.qmp --pause
+  vmstrata vm pages --qmp /run/vm/web.qmp --pause --map
+  vmstrata vm pages --qmp /run/vm/web.qmp --picture web.ppm
   vmstrata vm pages --memory /dev/shm/web.mem --machine pc --json | jq .causes
 
 Each page is free (its content means nothing), clean (file cache that equals the disk, unused at this moment), or critical \
 (all else, and all that is not understood). Linux 5.10 and later on x86-64 is understood, ext4 and xfs for clean pages; \
 the kernel needs VMCOREINFO and BTF, as distributions build it. The guest is not touched and need not know.
+
+In a picture, free is black, ext4 cache green, xfs cache blue, other cache yellow, anonymous red, kernel memory grey.
 
 Exit codes: 0 shown, 1 the memory cannot be reached, 2 the guest is not understood (all of it counts as critical), \
 64 wrong usage.";

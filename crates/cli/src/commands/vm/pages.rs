@@ -1,8 +1,8 @@
-//! `vmstrata vm pages`: what a guest uses its memory for, as a table or JSON.
+//! `vmstrata vm pages`: what a guest uses its memory for, as a table, JSON, a map or a picture.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::fs::File;
+use std::fs::{self, File};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -15,6 +15,7 @@ use vmstrata_memory::introspect::Cause;
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::{Introspection, Layout, PAGE_BYTES, PageClass, Pages, Ram};
 
+use super::picture;
 use crate::args::{MachineKind, VmPagesArgs};
 use crate::output::{Table, print, print_json};
 use crate::units::short_size;
@@ -56,7 +57,7 @@ struct CauseRow {
 /// Reads and shows.
 ///
 /// # Errors
-/// When the memory cannot be reached.
+/// When the memory cannot be reached, or the picture not be written.
 pub fn run(args: &VmPagesArgs) -> Result<ExitCode> {
     let (ram, introspection, seconds) = match (&args.qmp, &args.memory) {
         (Some(socket), _) => of_machine(socket, args.pause)?,
@@ -74,10 +75,17 @@ pub fn run(args: &VmPagesArgs) -> Result<ExitCode> {
         Introspection::Unreadable(reason) => (None, Some(reason.to_string()), &nothing),
     };
     let report = Report { release, unreadable, seconds, ..report(ram.layout(), pages) };
+    if let Some(file) = &args.picture {
+        let bytes = picture::ppm(ram.layout(), &pages.causes);
+        fs::write(file, bytes).with_context(|| format!("cannot write {}", file.display()))?;
+    }
     if args.json {
         print_json(&report)?;
     } else {
         print(&text(&report)?)?;
+    }
+    if args.map {
+        print(&picture::map(ram.layout(), &pages.classes))?;
     }
     Ok(if report.unreadable.is_some() { ExitCode::from(EXIT_UNREADABLE) } else { ExitCode::SUCCESS })
 }

@@ -1,4 +1,4 @@
-//! `/v1/metrics`: the server's numbers as Prometheus reads them, taken when they are asked for.
+//! `/v1/metrics`: the server's numbers as Prometheus and OpenMetrics read them, taken when they are asked for.
 
 mod disks;
 mod format;
@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use axum::extract::State;
-use axum::http::header;
+use axum::http::{HeaderMap, header};
 use axum::response::IntoResponse;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, text};
@@ -18,17 +18,25 @@ use vmstrata_api::{
     DiskState, ExportCounters, ExportSpec, ExportStatus, JobStatus, NamedStats, ServerStatus,
 };
 
+use self::format::Format;
 use self::process::Process;
 use super::apart;
 use crate::control::problem::Failure;
 use crate::host::{Counted, Host};
 
-/// The server's numbers for Prometheus
+/// The server's numbers for Prometheus, in the format that `Accept` prefers
 #[utoipa::path(
     get, path = "/v1/metrics", tag = "server",
-    responses((status = OK, description = "The Prometheus text format", body = String, content_type = "text/plain"))
+    responses((
+        status = OK, description = "The Prometheus text format, or OpenMetrics",
+        content((String = "text/plain"), (String = "application/openmetrics-text"))
+    ))
 )]
-pub(in crate::control) async fn metrics(State(host): State<Arc<Host>>) -> Result<impl IntoResponse, Failure> {
+pub(in crate::control) async fn metrics(
+    State(host): State<Arc<Host>>,
+    headers: HeaderMap,
+) -> Result<impl IntoResponse, Failure> {
+    let format = Format::preferred(&headers);
     let look = |host: &Host| Numbers {
         status: host.status(),
         stats: host.stats().disks,
@@ -37,7 +45,7 @@ pub(in crate::control) async fn metrics(State(host): State<Arc<Host>>) -> Result
         process: Process::now(),
     };
     let text = apart(host, move |host| Ok(encode(look(host)))).await?;
-    Ok(([(header::CONTENT_TYPE, format::MEDIA_TYPE)], format::to_prometheus(&text)))
+    Ok(([(header::CONTENT_TYPE, format.media_type())], format.write(text)))
 }
 
 /// The numbers as OpenMetrics text.
