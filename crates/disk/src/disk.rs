@@ -98,6 +98,7 @@ impl Disk {
         if !options.read_only {
             // A killed process may have left the file's name unflushed, and what is flushed now is found by that name.
             flush_directory(path).map_err(in_file)?;
+            open::flush_newest(&chain.below, resources)?;
         }
         if options.read_only && (chain.unfinished || chain.top.is_in_session()) {
             tracing::warn!(disk = %path.display(), "its writer was killed, or is at work: what was written last shows once the disk has been opened for writing");

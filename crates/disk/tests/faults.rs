@@ -4,6 +4,7 @@
 mod common;
 
 use std::path::{Path, PathBuf};
+use std::slice;
 
 use common::faulty::FaultyFiles;
 use common::flat::{read, write};
@@ -11,8 +12,9 @@ use common::io::Client;
 use common::ledger::{Ledger, Step, batches, steps, take};
 use common::shape::{LayerShape, Made, make};
 use common::{for_seeds, open_read_only, random, scratch, stock};
-use vmstrata_disk::{CheckOptions, Disk, Error, ErrorKind, OpenOptions, check};
-use vmstrata_store::{Effect, Fault, FaultPlan, OperationKind, When};
+use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo};
+use vmstrata_disk::{CheckOptions, CreateOptions, Disk, Error, ErrorKind, OpenOptions, check, create};
+use vmstrata_store::{Effect, Fault, FaultPlan, Operation, OperationKind, When};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
@@ -342,4 +344,21 @@ fn a_journal_is_not_taken_up_after_a_failed_flush() {
     disk.close().expect("closes");
     drop(disk);
     stock::assert_safe(&made.top);
+}
+
+/// A version 2 header names no session, so nobody sees that a process was killed while it froze the layer.
+#[test]
+fn a_frozen_version_2_layer_is_flushed_before_the_disk_is_written() {
+    let dir = scratch();
+    let path = dir.path().join("web.qcow2");
+    create(&path, &CreateOptions { size: Some(1 << 20), version: 2, ..CreateOptions::default() }).unwrap();
+    let info = SnapshotInfo { name: "mon".to_owned(), ..SnapshotInfo::default() };
+    let (open, options) = (OpenOptions::default(), PrepareOptions::default());
+    snapshot::create(slice::from_ref(&path), &info, &open, &options, &common::small_resources(None)).unwrap();
+    let plan = FaultPlan::recording();
+    let files = FaultyFiles::new(&plan);
+    let disk = Disk::open(&path, &open, &files.resources()).unwrap();
+    let frozen = files.id(&disk.layers()[0].path);
+    let log = plan.log();
+    assert!(log.iter().any(|record| record.store == frozen && record.operation == Operation::Flush));
 }

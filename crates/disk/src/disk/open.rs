@@ -15,6 +15,7 @@ use crate::chain::{Qcow2Head, Top as OpenTop, Unflushed, open_layer, read_head};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::{Journal, Record, Subject};
+use crate::layer::Layer;
 use crate::layers::{Layers, RawTop, Top, index_of};
 use crate::loading::Chain;
 use crate::map::FrozenMap;
@@ -263,6 +264,19 @@ fn distrust_bitmaps(active: &Active, head: &Qcow2Head, file_len: u64) -> Result<
     active.flusher.flush().while_trying("flush the bitmaps")?;
     tracing::info!(disk = %active.path.display(), "persistent bitmaps are marked as in use: the next backup by them is a full one");
     Ok(Autoclear::BITMAPS.bits())
+}
+
+/// Flushes the newest of the frozen layers, where its header cannot tell that a process was killed before it had done so: as in
+/// the middle of a snapshot, whose last writes are read from now on.
+///
+/// # Errors
+/// Whatever the host reports.
+pub(super) fn flush_newest(below: &[Arc<Layer>], resources: &Resources) -> Result<()> {
+    let cannot_tell =
+        |layer: &&Arc<Layer>| layer.tables.as_ref().is_none_or(|tables| tables.version < FEATURES_SINCE);
+    let Some(layer) = below.last().filter(cannot_tell) else { return Ok(()) };
+    let flushed = resources.files().store(layer)?.flush();
+    flushed.while_trying("flush it").map_err(|error| error.in_file(&layer.path))
 }
 
 /// Takes up what a killed process left of the layer below the chain's top, and ends its session.
