@@ -88,8 +88,10 @@ impl FrozenMap {
         let mut clusters = self.clusters(active, first_unit);
         let entries = active.page(clusters.start)?;
         // Of a disk that became shorter, the pages of before say more.
-        let mut is_empty =
-            || Planted::StalePage.is_there() || clusters.all(|cluster| active.entry_of(&entries, cluster).is_empty());
+        let mut is_empty = || {
+            Planted::StalePage.is_there()
+                || clusters.all(|cluster| active.entry_of(&entries, cluster).is_empty())
+        };
         if self.size >= below.size && is_empty() {
             self.cache.forget_page(new);
             return Ok(false);
