@@ -54,7 +54,7 @@ pub fn inside<T>(run: impl FnOnce() -> T) -> T {
 }
 
 /// The calls that [`calls::call`] answers.
-const TRAPPED: [i64; 45] = [
+const TRAPPED: [i64; 47] = [
     libc::SYS_futex,
     libc::SYS_sched_yield,
     libc::SYS_nanosleep,
@@ -100,6 +100,8 @@ const TRAPPED: [i64; 45] = [
     libc::SYS_newfstatat,
     libc::SYS_statx,
     libc::SYS_utimensat,
+    libc::SYS_mincore,
+    libc::SYS_getrusage,
 ];
 
 /// From now on this process is simulated: its system calls are answered by [`calls`].
