@@ -27,7 +27,6 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
 use crate::absent::Absent;
 use crate::active::Active;
 use crate::active::session::leave_clean;
-use crate::atomic_file::flush_directory;
 use crate::chain::{OpenOptions, check_state_at};
 use crate::epoch::Epochs;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
@@ -96,8 +95,8 @@ impl Disk {
             chain = read_chain(path, options, resources)?;
         }
         if !options.read_only {
-            // A killed process may have left the file's name unflushed, and what is flushed now is found by that name.
-            flush_directory(path).map_err(in_file)?;
+            // What is flushed from now on is found by this name.
+            resources.files().opener().flush_name(path).map_err(in_file)?;
             open::flush_newest(&chain.below, resources)?;
         }
         if options.read_only && (chain.unfinished || chain.top.is_in_session()) {

@@ -60,6 +60,18 @@ pub trait Opener: Send + Sync + std::fmt::Debug {
         Ok(self.open(path, Role::Inspected, gate)?.identity)
     }
 
+    /// Brings the name of a file to stable storage, which a process may have been killed before it did. A directory that this user
+    /// may not read is left alone.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    fn flush_name(&self, path: &Path) -> Result<()> {
+        match Place::of(path).and_then(|place| place.directory().sync()) {
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+            flushed => flushed.while_trying("flush the image's directory"),
+        }
+    }
+
     /// Whether bytes of some of its files may be elsewhere ([`Store::fetch`]).
     fn may_be_absent(&self) -> bool {
         false

@@ -101,14 +101,15 @@ fn a_request_that_waits_for_the_disk_begins_once() {
 #[test]
 fn an_observer_comes_and_goes_while_a_queue_runs() {
     let (_dir, disk, mut client, log) = observed();
-    let mut read = |disk: &Disk, observer: Option<&Arc<Log>>| {
-        client.push(Op::Read, 0, LEN, None);
+    // A flush is in flight until it is reaped.
+    let mut flush = |disk: &Disk, observer: Option<&Arc<Log>>| {
+        client.push(Op::Flush, 0, 0, None);
         disk.observe(observer.map(|log| Arc::clone(log) as Arc<dyn IoObserver>));
         client.drain();
     };
-    read(&disk, None);
+    flush(&disk, None);
     assert_eq!(log.counts(), (1, 0), "who has gone does not see the end");
-    read(&disk, Some(&log));
-    read(&disk, Some(&log));
+    flush(&disk, Some(&log));
+    flush(&disk, Some(&log));
     assert_eq!(log.counts(), (2, 2), "who has come sees the end of what was in flight");
 }

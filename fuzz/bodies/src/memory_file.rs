@@ -70,6 +70,10 @@ impl MemoryFile {
 }
 
 impl Opener for MemoryFile {
+    fn flush_name(&self, _: &Path) -> Result<(), Error> {
+        Ok(())
+    }
+
     fn open(&self, path: &Path, role: Role, gate: &Gate) -> Result<Opened, Error> {
         if role == Role::Journal {
             return LocalFiles.open(path, role, gate);

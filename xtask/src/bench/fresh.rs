@@ -120,16 +120,32 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// Each row of a full disk: what is done, by how many at once, and the peers with their bounds.
-const ROWS: [(&str, Access, bool, usize, &[(Kind, Option<f64>)]); 5] = {
+/// What is done to a full disk.
+struct Work {
+    what: &'static str,
+    access: Access,
+    fua: bool,
+    depth: usize,
+    /// With whom it is compared, and the bound.
+    peers: &'static [(Kind, Option<f64>)],
+}
+
+const WORKS: [Work; 5] = {
     use Kind::{Floor, Qemu};
     let (read, write) = (Access::RandomRead, Access::RandomWrite { round: 0 });
+    let peers: [&[(Kind, Option<f64>)]; 5] = [
+        &[(Floor, Some(1.3)), (Qemu, None)],
+        &[(Floor, None), (Qemu, Some(5.0))],
+        &[(Floor, Some(1.0)), (Qemu, None)],
+        &[(Floor, Some(0.85)), (Qemu, None)],
+        &[(Floor, Some(2.0)), (Qemu, None)],
+    ];
     [
-        ("random reads, QD32", read, false, 32, &[(Floor, Some(1.3)), (Qemu, None)]),
-        ("random reads, QD1", read, false, 1, &[(Floor, None), (Qemu, Some(5.0))]),
-        ("overwrites, QD32", write, false, 32, &[(Floor, Some(1.0)), (Qemu, None)]),
-        ("overwrites, each FUA, QD1", write, true, 1, &[(Floor, Some(0.85)), (Qemu, None)]),
-        ("overwrites, each FUA, QD16", write, true, 16, &[(Floor, Some(2.0)), (Qemu, None)]),
+        Work { what: "random reads, QD32", access: read, fua: false, depth: 32, peers: peers[0] },
+        Work { what: "random reads, QD1", access: read, fua: false, depth: 1, peers: peers[1] },
+        Work { what: "overwrites, QD32", access: write, fua: false, depth: 32, peers: peers[2] },
+        Work { what: "overwrites, each FUA, QD1", access: write, fua: true, depth: 1, peers: peers[3] },
+        Work { what: "overwrites, each FUA, QD16", access: write, fua: true, depth: 16, peers: peers[4] },
     ]
 };
 
@@ -142,7 +158,7 @@ fn one_layer(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     for (kind, image) in kinds.into_iter().zip(&images) {
         sides.push((kind, Side::start(kind, image)?));
     }
-    for (what, access, fua, depth, peers) in ROWS {
+    for Work { what, access, fua, depth, peers } in WORKS {
         settle();
         let mut rates: [Vec<f64>; 3] = Default::default();
         for round in 0..options.rounds {
