@@ -256,7 +256,7 @@ impl<'a> Run<'a> {
         let lives = 2 + self.random.below(LIVES_MAX - 1);
         for life in 0..lives {
             self.shared.clear_log();
-            let failure = self.live(life, &history);
+            let failure = self.live_disk(life, &history);
             ran.hash = hash(ran.hash, self.shared.bytes());
             for (number, event, data) in self.shared.events() {
                 ran.events += 1;
@@ -290,8 +290,23 @@ impl<'a> Run<'a> {
         ran
     }
 
-    /// Runs a process until it dies; says what is wrong if it does not die as it must.
-    fn live(&self, life: u64, history: &History) -> Option<String> {
+    /// Runs a process that uses the disk, as [`Run::live`].
+    fn live_disk(&self, life: u64, history: &History) -> Option<String> {
+        let death = match self.random.below(2) {
+            0 => Death::AtStep(1 + self.random.below(STEPS_MAX)),
+            _ => Death::AtChange(1 + self.random.below(CHANGES_MAX)),
+        };
+        let (directory, history) = (self.root(), history.clone());
+        self.live(life, self.random.next(), death, move |seed| {
+            Life { directory, history, seed, is_first: life == 0 }.live()
+        })
+    }
+
+    /// Runs a process, which does `main` with a seed, until it dies; says what is wrong if it does not die as it must.
+    fn live<F>(&self, life: u64, seed: u64, death: Death, main: F) -> Option<String>
+    where
+        F: FnOnce(u64) + Send + 'static,
+    {
         let place = self.place;
         // Without the seed: of these, no two have the same tag in session numbers, as one in 32,767 would.
         let boot_id = format!("{:08x}-0000-4000-8000-000000000000\n", self.boot);
@@ -299,11 +314,6 @@ impl<'a> Run<'a> {
             fs::write(place.join(name), text).expect("written");
         }
         fs::create_dir_all(place.join("proc")).expect("made");
-        let death = match self.random.below(2) {
-            0 => Death::AtStep(1 + self.random.below(STEPS_MAX)),
-            _ => Death::AtChange(1 + self.random.below(CHANGES_MAX)),
-        };
-        let seed = self.random.next();
         // SAFETY: this process has one thread.
         let child = unsafe { libc::fork() };
         assert!(child >= 0, "no other process");
@@ -315,12 +325,10 @@ impl<'a> Run<'a> {
             std::panic::set_hook(Box::new(|panic| {
                 kernel::inside(|| tasks::TASKS.fail(&panic.to_string()));
             }));
-            let (directory, history) = (self.root(), history.clone());
-            let life = Life { directory, history, seed: random::mix(seed), is_first: life == 0 };
             tasks::TASKS.begin(self.shared, seed, self.now_ns, death);
             kernel::begin();
             // In a thread of its own: this one has drawn numbers for hash maps from the real host.
-            let _ = std::thread::spawn(move || life.live()).join();
+            let _ = std::thread::spawn(move || main(random::mix(seed))).join();
             unreachable!("a life ends with its process");
         }
         let mut status = 0;
