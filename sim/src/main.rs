@@ -12,17 +12,27 @@
 //! lives of a process. Each ends where the seed says, by itself or killed; then the power may fail. The next one finds what is left, and
 //! looks at all of it.
 //!
+//! ```text
+//!   heads: hosts that publish ──► repository: a handle of each host ──► network ──► repository: the server
+//! ```
+//!
+//! With `--run repository`, a run is one life, whose tasks are several hosts with a network between them: they race to publish
+//! numbered heads in one repository.
+//!
 //! Processes are real ones, so that a death is one: locks go, memory goes, statics begin anew. What a host with several processes, or
-//! several hosts with a network between them, would add: tasks and time in [`shared`] memory, and sockets in [`calls`].
+//! hosts that die one by one, would add: tasks and time in [`shared`] memory, and sockets in [`calls`].
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux", target_env = "gnu")))]
 compile_error!("the simulation knows Linux on x86-64 with glibc only");
 
 mod calls;
+mod heads;
 mod history;
 mod kernel;
 mod life;
+mod network;
 mod random;
+mod repository;
 mod shared;
 mod storage;
 mod syscall;
@@ -35,7 +45,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Instant;
 
-use clap::Parser;
+use clap::error::ErrorKind;
+use clap::{CommandFactory as _, Parser, ValueEnum};
 use vmstrata_disk::{CreateOptions, create};
 use vmstrata_store::Planted;
 use vmstrata_types::ClusterBits;
@@ -43,6 +54,7 @@ use vmstrata_types::ClusterBits;
 use history::{Deed, History, SECTOR};
 use life::{CLONES, DISK, DISKS, JOURNALS, Life};
 use random::{Random, hash};
+use repository::Fault;
 use shared::{Kind, Shared};
 use storage::Storage;
 use tasks::Death;
@@ -59,9 +71,12 @@ struct Arguments {
     /// The first one.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Build a fault into the product, which the seeds have to find.
-    #[arg(long, value_parser = planted)]
-    plant: Option<Planted>,
+    /// What runs.
+    #[arg(long, value_enum, default_value_t)]
+    run: Scene,
+    /// Build a fault into what runs, which the seeds have to find.
+    #[arg(long)]
+    plant: Option<String>,
     /// Run each seed twice, and fail where the runs differ in anything.
     #[arg(long)]
     twice: bool,
@@ -70,16 +85,42 @@ struct Arguments {
     verbose: bool,
 }
 
-fn planted(name: &str) -> Result<Planted, String> {
-    let found = Planted::ALL.into_iter().find(|planted| format!("{planted:?}").eq_ignore_ascii_case(name));
-    found.ok_or_else(|| format!("one of {:?}", Planted::ALL))
+/// What runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Scene {
+    /// A disk of a host that dies again and again.
+    #[default]
+    Disk,
+    /// Hosts that publish in one repository, over a network.
+    Repository,
+}
+
+impl Scene {
+    /// The faults that can be planted.
+    fn faults(self) -> Vec<String> {
+        match self {
+            Self::Disk => Planted::ALL.iter().map(|fault| format!("{fault:?}")).collect(),
+            Self::Repository => Fault::ALL.iter().map(|fault| format!("{fault:?}")).collect(),
+        }
+    }
+}
+
+impl Arguments {
+    /// The number of the fault among those of what runs, from 1 on; 0 without.
+    fn plant(&self) -> usize {
+        let Some(name) = &self.plant else { return 0 };
+        let faults = self.run.faults();
+        let place = faults.iter().position(|fault| fault.eq_ignore_ascii_case(name));
+        let told = || Self::command().error(ErrorKind::InvalidValue, format!("--plant: one of {faults:?}"));
+        1 + place.unwrap_or_else(|| told().exit())
+    }
 }
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().collect();
     match &arguments[..] {
-        [_, seed, plant, place, verbose] if seed.starts_with(SEED) => {
-            run(seed, plant, place, verbose);
+        [_, seed, scene, plant, place, verbose] if seed.starts_with(SEED) => {
+            run(seed, scene, plant, place, verbose);
             ExitCode::SUCCESS
         }
         _ => run_all(&Arguments::parse()),
@@ -102,9 +143,14 @@ fn run_all(arguments: &Arguments) -> ExitCode {
         steps += events;
         all = hash(all, &hashed.to_le_bytes());
         if let Some(failure) = failure {
-            let plant = arguments.plant.map_or_else(String::new, |planted| format!(" --plant {planted:?}"));
+            let plant =
+                arguments.plant.as_ref().map_or_else(String::new, |fault| format!(" --plant {fault}"));
+            let command = match arguments.run {
+                Scene::Disk => "cargo xtask sim",
+                Scene::Repository => "cargo run --manifest-path sim/Cargo.toml -- --run repository",
+            };
             println!("seed {seed}: {failure}");
-            println!("replay it: cargo xtask sim --seed {seed}{plant} --verbose");
+            println!("replay it: {command} --seed {seed}{plant} --verbose");
             return ExitCode::FAILURE;
         }
     }
@@ -139,9 +185,9 @@ fn be_alike(place: &Place) {
 /// Runs a seed in a process of its own, in which all but the seed is the same for each: locks are found by their addresses.
 /// Returns its events and their hash, and what failed.
 fn run_one(seed: u64, arguments: &Arguments, place: &Place) -> ([u64; 2], Option<String>) {
-    let plant = arguments.plant.map_or(0, |planted| planted as u64 + 1);
     let mut process = Command::new("/proc/self/exe");
-    process.env_clear().arg(format!("{SEED}{seed:020}")).arg(plant.to_string()).arg(&place.directory);
+    process.env_clear().arg(format!("{SEED}{seed:020}")).arg((arguments.run as u8).to_string());
+    process.arg(arguments.plant().to_string()).arg(&place.directory);
     process.arg(u8::from(arguments.verbose).to_string());
     let output = process.stderr(Stdio::inherit()).output().expect("this program");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -157,13 +203,18 @@ fn run_one(seed: u64, arguments: &Arguments, place: &Place) -> ([u64; 2], Option
 }
 
 /// The process of a seed.
-fn run(seed: &str, plant: &str, place: &str, verbose: &str) {
+fn run(seed: &str, scene: &str, plant: &str, place: &str, verbose: &str) {
     // SAFETY: no pointers; what the caller of all this has open is none of the host's.
     unsafe { libc::close_range(3, u32::MAX, 0) };
-    let plant: usize = plant.parse().expect("a number");
-    vmstrata_store::plant(plant.checked_sub(1).map(|planted| Planted::ALL[planted]));
+    let plant = plant.parse::<usize>().expect("a number").checked_sub(1);
     let seed = seed[SEED.len()..].parse().expect("a number");
-    let ran = Run::new(seed, Path::new(place), verbose == "1").run();
+    let run = Run::new(seed, Path::new(place), verbose == "1");
+    let ran = if scene.parse() == Ok(Scene::Repository as u8) {
+        run.run_repository(plant.map(|fault| Fault::ALL[fault]))
+    } else {
+        vmstrata_store::plant(plant.map(|planted| Planted::ALL[planted]));
+        run.run_disk()
+    };
     print!("{} {} {}", ran.events, ran.hash, ran.failure.unwrap_or_default());
 }
 
@@ -237,7 +288,22 @@ impl<'a> Run<'a> {
         self.place.join("host")
     }
 
-    fn run(mut self) -> Ran {
+    fn run_repository(self, fault: Option<Fault>) -> Ran {
+        clear(self.place);
+        fs::create_dir_all(self.root()).expect("made");
+        let failure =
+            self.live(0, self.random.next(), Death::AtStep(u64::MAX), move |seed| heads::run(seed, fault));
+        let mut ran = Ran { events: 0, hash: hash(0, self.shared.bytes()), failure };
+        for (number, event, data) in self.shared.events() {
+            ran.events += 1;
+            if self.is_verbose {
+                eprintln!("{number} {event:?} {}", String::from_utf8_lossy(data));
+            }
+        }
+        ran
+    }
+
+    fn run_disk(mut self) -> Ran {
         clear(self.place);
         for name in [CLONES, DISKS, JOURNALS] {
             fs::create_dir_all(self.root().join(name)).expect("made");

@@ -28,6 +28,14 @@ pub enum Kind {
     Ended,
     /// What guests do: see [`crate::history::Deed`].
     Guest,
+    /// A host sent a message: its number, from, to; its text.
+    Sent,
+    /// A message does not arrive: as above.
+    Lost,
+    /// A host took a message: as above.
+    Received,
+    /// Two hosts cannot reach each other: their numbers, until when.
+    Partition,
     /// The process ended as the seed said.
     Died,
     /// Something is wrong: the text.

@@ -9,6 +9,7 @@
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::network::Host;
 use crate::random::Random;
 use crate::shared::{Event, Kind, Shared};
 use crate::syscall;
@@ -25,6 +26,8 @@ pub enum On {
     Futex(usize),
     /// Something to read from a descriptor that is not a file.
     Descriptor,
+    /// A message to a host.
+    Message(Host),
     /// The end of a thread.
     End(libc::pthread_t),
 }

@@ -51,3 +51,56 @@ fn a_stale_page_of_the_map_is_found() {
 fn a_doubled_write_is_found() {
     finds("DoubledWrite");
 }
+
+#[test]
+fn a_repository_seed_replays_bit_for_bit() {
+    let (text, holds) = run(&["--run", "repository", "--seeds", "60", "--seed", "5000", "--twice"]);
+    assert!(holds, "{text}");
+}
+
+#[test]
+fn repository_seeds_hold() {
+    let (text, holds) = run(&["--run", "repository", "--seeds", "300"]);
+    assert!(holds, "{text}");
+}
+
+/// That messages are late, too, `a_create_that_happens_late_is_found` shows.
+#[test]
+fn repository_seeds_meet_a_bad_network() {
+    let (text, holds) = run(&["--run", "repository", "--seeds", "10", "--verbose"]);
+    assert!(holds, "{text}");
+    for kind in ["Lost", "Partition"] {
+        assert!(text.contains(&format!("kind: {kind}")), "no {kind}");
+    }
+}
+
+/// As [`finds`], with a fault of a host or of the repository's server.
+fn repository_finds(fault: &str) {
+    let (text, holds) = run(&["--run", "repository", "--seeds", "1000", "--plant", fault]);
+    assert!(!holds && text.starts_with("seed "), "{text}");
+}
+
+#[test]
+fn a_create_that_overwrites_is_found() {
+    repository_finds("Overwrite");
+}
+
+#[test]
+fn a_half_object_is_found() {
+    repository_finds("HalfObject");
+}
+
+#[test]
+fn a_create_that_fails_and_happens_is_found() {
+    repository_finds("TrustedError");
+}
+
+#[test]
+fn a_create_refused_because_it_happened_is_found() {
+    repository_finds("TrustedRefusal");
+}
+
+#[test]
+fn a_create_that_happens_late_is_found() {
+    repository_finds("TrustedAbsence");
+}
