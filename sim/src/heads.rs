@@ -4,6 +4,9 @@
 //! create may have happened, or happens later. While no head has that number, it tries again with the same content; once one
 //! has, no late create of that number can happen any more.
 //!
+//! Before it publishes a layer, a host replaces its mark, the object that says which layer it publishes. A late replace may bring back an
+//! older one.
+//!
 //! Invariants: a head never changes; it is read whole; a host believes that it published a layer only where the head holds
 //! it; a layer is in one head; a head that was published is listed from then on.
 
@@ -13,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use vmstrata_repo::{ObjectName, Repository, Result};
+use vmstrata_repo::{NewObject, ObjectName, Repository, Result};
 
 use crate::kernel::inside;
 use crate::network::{Host, LATE_NS, Network, Weather};
@@ -66,12 +69,12 @@ impl Layer {
         self.word().to_le_bytes().repeat(words)
     }
 
-    /// The layer of a head's bytes.
-    fn of(head: Head, bytes: &[u8]) -> Self {
+    /// The layer of an object's bytes.
+    fn of(name: &ObjectName, bytes: &[u8]) -> Self {
         let word = bytes.first_chunk().map_or(0, |word| u64::from_le_bytes(*word));
         let layer = Self { host: Host((word >> 32) as u32), number: word as u32 };
         if layer.bytes() != bytes {
-            fail(&format!("{} is not whole: {} bytes of {layer:?}", head.name(), bytes.len()));
+            fail(&format!("{name} is not whole: {} bytes of {layer:?}", bytes.len()));
         }
         layer
     }
@@ -134,6 +137,7 @@ impl Publisher {
     fn run(&self) {
         for number in 0..1 + self.random.below(LAYERS_MAX) as u32 {
             let layer = Layer { host: self.host, number };
+            self.ask(|| self.upload(self.repository.replace(&self.mark(), 1)?, layer));
             while !self.publish(layer) {}
             self.pause();
         }
@@ -163,7 +167,7 @@ impl Publisher {
         if newest < must_be_there {
             fail(&format!("{} was published, and {} is the newest", must_be_there.name(), newest.name()));
         }
-        if newest > Head(0) && self.read(newest).is_none() {
+        if newest > Head(0) && self.read_head(newest).is_none() {
             fail(&format!("{} was listed and is not there", newest.name()));
         }
         let head = Head(newest.0 + 1);
@@ -175,7 +179,7 @@ impl Publisher {
                     false
                 }
                 Err(error) if matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::AlreadyExists) => {
-                    match self.read(head) {
+                    match self.read_head(head) {
                         Some(found) => found == layer,
                         None if self.has(Fault::TrustedAbsence) => false,
                         None => continue,
@@ -191,21 +195,43 @@ impl Publisher {
     }
 
     fn create(&self, head: Head, layer: Layer) -> Result<()> {
-        let mut object = self.repository.create_new(&head.name(), 1)?;
+        self.upload(self.repository.create_new(&head.name(), 1)?, layer)
+    }
+
+    fn upload(&self, mut object: Box<dyn NewObject>, layer: Layer) -> Result<()> {
         layer.bytes().chunks(PART).try_for_each(|part| object.write(part))?;
         object.finish()
     }
 
-    /// The layer that a head holds, in two reads.
-    fn read(&self, head: Head) -> Option<Layer> {
-        let object = self.ask(|| self.repository.open(&head.name()))?;
+    /// The name of its mark.
+    fn mark(&self) -> ObjectName {
+        ObjectName::new(&format!("mark-{}", self.host.0)).expect("a name")
+    }
+
+    /// Deletes its mark, which nothing can bring back any more.
+    fn unmark(&self) {
+        let name = self.mark();
+        let layer = self.read(&name).unwrap_or_else(|| fail(&format!("{name} is not there")));
+        if layer.host != self.host {
+            fail(&format!("{name} holds {layer:?}"));
+        }
+        self.ask(|| self.repository.delete(&name));
+    }
+
+    fn read_head(&self, head: Head) -> Option<Layer> {
+        let layer = self.read(&head.name())?;
+        self.ledger().see(head, layer);
+        Some(layer)
+    }
+
+    /// The layer that an object holds, in two reads.
+    fn read(&self, name: &ObjectName) -> Option<Layer> {
+        let object = self.ask(|| self.repository.open(name))?;
         let mut bytes = vec![0; object.len() as usize];
         let (low, high) = bytes.split_at_mut(object.len() as usize / 2);
         self.ask(|| object.read_at(0, &mut *low))?;
         self.ask(|| object.read_at(low.len() as u64, &mut *high))?;
-        let layer = Layer::of(head, &bytes);
-        self.ledger().see(head, layer);
-        Some(layer)
+        Some(Layer::of(name, &bytes))
     }
 }
 
@@ -241,13 +267,11 @@ pub fn run(seed: u64, fault: Option<Fault>) -> ! {
     // By then the last late message has arrived.
     thread::sleep(Duration::from_nanos(2 * LATE_NS.end));
     publishers[0].ask(|| publishers[0].repository.sweep());
+    publishers.iter().for_each(Publisher::unmark);
     if server.has_unfinished() {
         fail("an unfinished object is left");
     }
-    let there = server.objects().into_iter().map(|(name, bytes)| {
-        let head = Head::of(&name);
-        (head, Layer::of(head, &bytes))
-    });
+    let there = server.objects().into_iter().map(|(name, bytes)| (Head::of(&name), Layer::of(&name, &bytes)));
     let (there, ledger) = (there.collect::<BTreeMap<_, _>>(), publishers[0].ledger());
     if there != ledger.published {
         fail(&format!("the hosts published {:?}, and there is {there:?}", ledger.published));
