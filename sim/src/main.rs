@@ -147,7 +147,7 @@ fn run_all(arguments: &Arguments) -> ExitCode {
                 arguments.plant.as_ref().map_or_else(String::new, |fault| format!(" --plant {fault}"));
             let command = match arguments.run {
                 Scene::Disk => "cargo xtask sim",
-                Scene::Repository => "cargo run --manifest-path sim/Cargo.toml -- --run repository",
+                Scene::Repository => "cargo xtask sim --run repository",
             };
             println!("seed {seed}: {failure}");
             println!("replay it: {command} --seed {seed}{plant} --verbose");

@@ -7,22 +7,11 @@ use clap::Args;
 
 /// Example: `cargo xtask sim --seeds 10000`, or `cargo xtask sim --seed 4711 --verbose` to see one run
 #[derive(Args)]
+#[command(disable_help_flag = true)]
 pub(crate) struct Sim {
-    /// How many seeds to run.
-    #[arg(long, default_value_t = 1)]
-    seeds: u64,
-    /// The first one.
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
-    /// Build a fault into the product, which the seeds have to find: `vmstrata_store::Planted` names them.
-    #[arg(long)]
-    plant: Option<String>,
-    /// Run each seed twice, and fail where the runs differ in anything.
-    #[arg(long)]
-    twice: bool,
-    /// Print each event.
-    #[arg(long)]
-    verbose: bool,
+    /// What the simulator is told; `--help` lists it.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    arguments: Vec<String>,
 }
 
 impl Sim {
@@ -35,10 +24,9 @@ impl Sim {
         );
         command
             .args(["run", "--quiet", "--locked", "--manifest-path"])
-            .arg(crate::root().join("sim/Cargo.toml"));
-        command.args(["--", "--seeds", &self.seeds.to_string(), "--seed", &self.seed.to_string()]);
-        command.args(self.plant.iter().flat_map(|fault| ["--plant", fault]));
-        command.args(self.twice.then_some("--twice")).args(self.verbose.then_some("--verbose"));
+            .arg(crate::root().join("sim/Cargo.toml"))
+            .arg("--")
+            .args(self.arguments);
         ensure!(command.status().context("cargo")?.success(), "a seed failed");
         Ok(())
     }
