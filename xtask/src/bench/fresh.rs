@@ -343,7 +343,7 @@ fn snapshots(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
         ratios.push(pair[1] / pair[0]);
     }
     let name = |what: &str| {
-        format!("4 KiB random writes, QD8, a snapshot every {} s{what}", options.every.as_secs())
+        format!("4 KiB random writes, QD8, a snapshot every {} s{what}", options.every.as_secs_f64())
     };
     report.add(Row::median(&name(""), "IOPS", &with));
     report.add(Row::median("the same without snapshots", "IOPS", &without));
