@@ -154,8 +154,15 @@ pub(crate) fn flush_file(path: &Path) -> Result<()> {
 /// # Errors
 /// Whatever the host reports.
 pub(crate) fn flush_directory(path: &Path) -> Result<()> {
-    let flushed = Place::of(path).and_then(|place| place.directory().sync());
-    flushed.while_trying("flush the image's directory")
+    sync_directory(path).while_trying("flush the image's directory")
+}
+
+/// The same, with what the host says.
+///
+/// # Errors
+/// Whatever the host reports.
+pub(crate) fn sync_directory(path: &Path) -> io::Result<()> {
+    Place::of(path)?.directory().sync()
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use vmstrata_store::{
     LockKind, OpenFiles, Place, Ring, Store,
 };
 
-use crate::atomic_file::PRIVATE;
+use crate::atomic_file::{PRIVATE, sync_directory};
 use crate::error::{IoContext as _, Result};
 
 /// What a file is opened for.
@@ -66,7 +66,7 @@ pub trait Opener: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// Whatever the host reports.
     fn flush_name(&self, path: &Path) -> Result<()> {
-        match Place::of(path).and_then(|place| place.directory().sync()) {
+        match sync_directory(path) {
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
             flushed => flushed.while_trying("flush the image's directory"),
         }

@@ -13,7 +13,7 @@ use std::cell::RefCell;
 
 use vmstrata_qcow2::probe::PROBE_LEN;
 use vmstrata_qcow2::{ImageFormat, L2Entry, RawEntry, SubclusterState};
-use vmstrata_store::{AlignedBuf, LocalFile, Segment, Store, copy_to_slice, slice, total_len};
+use vmstrata_store::{AlignedBuf, LocalFile, Segment, SegmentVec, Store, copy_to_slice, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::active::Active;
@@ -42,6 +42,38 @@ pub(crate) fn with_scratch<T>(len: usize, work: impl FnOnce(&mut [u8]) -> T) -> 
 pub(crate) enum Wait {
     May,
     MustNot,
+}
+
+/// What of a request its first cluster takes.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    cluster: u64,
+    /// Where the cluster begins.
+    start: GuestOffset,
+    within: usize,
+    len: usize,
+}
+
+impl Piece {
+    /// Of `len` bytes at `at`.
+    fn first(active: &Active, at: GuestOffset, len: usize) -> Self {
+        let bits = active.tables.geometry.cluster_bits;
+        let within = at.within(bits) as usize;
+        let len = len.min(bits.size() as usize - within);
+        Self { cluster: active.cluster_of(at), start: at.align_down(bits), within, len }
+    }
+
+    /// In the cluster.
+    fn end(self) -> usize {
+        self.within + self.len
+    }
+}
+
+/// Bytes around a request that are copied up with it.
+#[derive(Clone, Copy, Debug)]
+struct Edges {
+    head: usize,
+    tail: usize,
 }
 
 impl Layers {
@@ -126,6 +158,31 @@ impl Layers {
                 if is_whole { order.whole(write) } else { order.partial(write) }
             }
         }
+    }
+
+    /// Writes `part`, which belongs at `at`, with its edges, as the first and the last of `old` had them; `write` puts all of it
+    /// where it belongs.
+    fn write_with_edges(
+        &self,
+        active: &Active,
+        (at, part): (GuestOffset, &[Segment<'_>]),
+        edges: Edges,
+        old: (RawEntry, RawEntry),
+        write: impl Fn(&[Segment<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        if edges.head + edges.tail == 0 {
+            return write(part);
+        }
+        with_scratch(edges.head + edges.tail, |scratch| {
+            let (head, tail) = scratch.split_at_mut(edges.head);
+            self.copy_up(active, old.0, GuestOffset::new(at.get() - edges.head as u64), head)?;
+            self.copy_up(active, old.1, at + total_len(part) as u64, tail)?;
+            let mut segments: SegmentVec<'_> = SegmentVec::new();
+            segments.extend((!head.is_empty()).then(|| Segment::from_mut(head)));
+            segments.extend_from_slice(part);
+            segments.extend((!tail.is_empty()).then(|| Segment::from_mut(tail)));
+            write(&segments)
+        })
     }
 
     /// Where the bytes at `at` may be overwritten, and how many, from memory alone.

@@ -4,10 +4,10 @@
 //! Runs of clusters that need space are allocated, written and published together.
 
 use vmstrata_qcow2::{L2Entry, RawEntry};
-use vmstrata_store::{Segment, SegmentVec, slice, total_len};
+use vmstrata_store::{Segment, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
-use super::with_scratch;
+use super::Edges;
 use crate::active::{Active, Change, EntryGuard};
 use crate::alloc::Allocated;
 use crate::changes::Freed;
@@ -16,13 +16,6 @@ use crate::layers::Layers;
 
 /// Most bytes allocated, written and published at once.
 const RUN_BYTES: u64 = 2 << 20;
-
-/// What of the first and last cluster of a new run the request does not cover.
-#[derive(Clone, Copy, Debug)]
-struct Edges {
-    head: usize,
-    tail: usize,
-}
 
 impl Layers {
     /// Allocates, writes and publishes a run of clusters at the start of the request; returns how many of its bytes
@@ -127,37 +120,12 @@ impl Layers {
         }
         let skipped = (head - edges.head) as u64;
         let part = slice(from, 0, bytes);
-        self.write_with_edges(active, at, &part, edges, old, space.at + skipped)?;
-        Ok(bytes)
-    }
-
-    fn write_with_edges(
-        &self,
-        active: &Active,
-        at: GuestOffset,
-        part: &[Segment<'_>],
-        edges: Edges,
-        old: &[RawEntry],
-        host: HostOffset,
-    ) -> Result<()> {
-        let write = |segments: &[Segment<'_>]| {
+        let host = space.at + skipped;
+        self.write_with_edges(active, (at, &part), edges, (old[0], old[old.len() - 1]), |segments| {
             let written = active.store.write_segments(segments, host).while_trying("write");
             written.map_err(|error| error.at(host).in_file(&active.path))
-        };
-        if edges.head + edges.tail == 0 {
-            return write(part);
-        }
-        with_scratch(edges.head + edges.tail, |scratch| {
-            let (head, tail) = scratch.split_at_mut(edges.head);
-            let tail_at = at + total_len(part) as u64;
-            self.copy_up(active, old[0], at.align_down(active.tables.geometry.cluster_bits), head)?;
-            self.copy_up(active, old[old.len() - 1], tail_at, tail)?;
-            let mut segments: SegmentVec<'_> = SegmentVec::new();
-            segments.extend((!head.is_empty()).then(|| Segment::from_mut(head)));
-            segments.extend_from_slice(part);
-            segments.extend((!tail.is_empty()).then(|| Segment::from_mut(tail)));
-            write(&segments)
-        })
+        })?;
+        Ok(bytes)
     }
 
     /// Reads what a cluster held before; past the end of the disk there are zeros.

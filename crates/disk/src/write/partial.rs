@@ -22,7 +22,7 @@ use vmstrata_qcow2::RawEntry;
 use vmstrata_store::{PADDING_MAX, Segment, copy_to_slice, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
-use super::{Wait, with_scratch};
+use super::{Piece, Wait, with_scratch};
 use crate::active::{Active, Change, EntryGuard, NewClusters};
 use crate::changes::Noted;
 use crate::error::{IoContext as _, Result};
@@ -34,17 +34,6 @@ use crate::partial::{Partial, Parts};
 /// holds them in one piece, and writes them back as one.
 const PADDED_MAX: u64 = PADDING_MAX as u64;
 
-/// What of a request one cluster takes.
-#[derive(Clone, Copy, Debug)]
-struct Piece {
-    cluster: u64,
-    /// Where the cluster begins.
-    start: GuestOffset,
-    within: usize,
-    len: usize,
-    parts: Parts,
-}
-
 impl Layers {
     /// Writes whole parts of one cluster at the start of the request; returns how many bytes, 0 when the cluster cannot be
     /// partial, `None` when that takes waiting and must not.
@@ -55,7 +44,7 @@ impl Layers {
         from: &[Segment<'_>],
         wait: Wait,
     ) -> Result<Option<usize>> {
-        let Some(piece) = self.piece_of(active, at, total_len(from) as u64) else { return Ok(Some(0)) };
+        let Some((piece, parts)) = self.piece_of(active, at, total_len(from)) else { return Ok(Some(0)) };
         let Some((guard, raw)) = lock_entry(active, piece.cluster, wait)? else { return Ok(None) };
         let from = slice(from, 0, piece.len);
         let (partial, new) = match active.partial(raw) {
@@ -63,13 +52,13 @@ impl Layers {
                 let place = partial.host + piece.within as u64;
                 let written = active.store.write_segments(&from, place).while_trying("write");
                 written.map_err(|error| error.at(place).in_file(&active.path))?;
-                (partial.with(piece.parts), None)
+                (partial.with(parts), None)
             }
             None if raw.is_empty() && self.may_begin(active, piece) => {
                 let Some(new) = new_cluster(active, piece.cluster, wait)? else { return Ok(None) };
                 let partial = Partial::new(new.at, active.tables.geometry.cluster_bits);
                 let is_complete = self.write_new_cluster(active, piece, &from, &new)?;
-                (if is_complete { partial.filled() } else { partial.with(piece.parts) }, Some(new))
+                (if is_complete { partial.filled() } else { partial.with(parts) }, Some(new))
             }
             None => return Ok(Some(0)),
         };
@@ -77,22 +66,19 @@ impl Layers {
         Ok(Some(if is_written { piece.len } else { 0 }))
     }
 
-    /// What of `len` bytes at `at` lies in the first cluster; `None` when that are no whole parts, or the cluster lies past
+    /// What of `len` bytes at `at` lies in the first cluster, and its parts; `None` when those are not whole, or the cluster lies past
     /// the disk's end in part.
-    fn piece_of(&self, active: &Active, at: GuestOffset, len: u64) -> Option<Piece> {
+    fn piece_of(&self, active: &Active, at: GuestOffset, len: usize) -> Option<(Piece, Parts)> {
         let bits = active.tables.geometry.cluster_bits;
-        let (start, within) = (at.align_down(bits), at.within(bits));
-        let len = len.min(bits.size() - within);
-        let parts = Parts::of(bits, within, len)?;
-        let is_inside = start.get() + bits.size() <= self.size;
-        let (within, len) = (within as usize, len as usize);
-        let piece = Piece { cluster: active.cluster_of(at), start, within, len, parts };
-        (is_inside && self.blocks.is_none()).then_some(piece)
+        let piece = Piece::first(active, at, len);
+        let parts = Parts::of(bits, piece.within as u64, piece.len as u64)?;
+        let is_inside = piece.start.get() + bits.size() <= self.size;
+        (is_inside && self.blocks.is_none()).then_some((piece, parts))
     }
 
     /// Whether a write to the first cluster of `len` bytes at `at`, if that is new, leaves what it does not cover for later.
     pub(crate) fn defers_copy_up(&self, active: &Active, at: GuestOffset, len: u64) -> bool {
-        self.piece_of(active, at, len).is_some_and(|piece| self.may_begin(active, piece))
+        self.piece_of(active, at, len as usize).is_some_and(|(piece, _)| self.may_begin(active, piece))
     }
 
     /// Whether a cluster without an entry should become partial. One that is written whole needs no copying; the one of
@@ -149,7 +135,7 @@ impl Layers {
             if is_there != Some(true) {
                 return Ok(false);
             }
-            copy_to_slice(from, &mut bytes[piece.within..piece.within + piece.len]);
+            copy_to_slice(from, &mut bytes[piece.within..piece.end()]);
             let written = active.store.write_all(bytes, host).while_trying("write");
             written.map(|()| true).map_err(|error| error.at(host).in_file(&active.path))
         })

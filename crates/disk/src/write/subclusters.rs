@@ -5,32 +5,14 @@
 //! has no data yet may be written where it will lie.
 
 use vmstrata_qcow2::{L2Entry, RawEntry, SubclusterState, Subclusters};
-use vmstrata_store::{Segment, SegmentVec, copy_to_slice, slice, total_len};
+use vmstrata_store::{Segment, copy_to_slice, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
 use super::partial::{lock_entry, new_cluster};
-use super::{Wait, with_scratch};
+use super::{Edges, Piece, Wait, with_scratch};
 use crate::active::{Active, Change, EntryGuard, NewClusters};
 use crate::error::{Error, IoContext as _, Result};
 use crate::layers::Layers;
-
-/// What of a request one cluster takes.
-#[derive(Clone, Copy, Debug)]
-struct Piece {
-    cluster: u64,
-    /// Where the cluster begins.
-    start: GuestOffset,
-    within: usize,
-    len: usize,
-    /// The subclusters that it touches, a bit each.
-    touched: u32,
-}
-
-impl Piece {
-    fn end(self) -> usize {
-        self.within + self.len
-    }
-}
 
 impl Layers {
     /// Writes what of the request lies in its first cluster; returns how many bytes, 0 when someone else was faster, `None` when
@@ -50,7 +32,7 @@ impl Layers {
                 return Ok(Some(wrote));
             }
         }
-        let piece = piece_of(active, at, total_len(from));
+        let piece = Piece::first(active, at, total_len(from));
         let Some((guard, raw)) = lock_entry(active, piece.cluster, wait)? else { return Ok(None) };
         let from = slice(from, 0, piece.len);
         let entry = active.decode(raw)?;
@@ -107,15 +89,9 @@ impl Layers {
         };
         let host = old.own_host().or(new.as_ref().map(|new| new.at)).expect("the one or the other");
         let place = host + (piece.within - head) as u64;
-        with_scratch(head + tail, |scratch| {
-            let (before, after) = scratch.split_at_mut(head);
-            self.copy_up(active, old.raw, piece.start + (piece.within - head) as u64, before)?;
-            self.copy_up(active, old.raw, piece.start + piece.end() as u64, after)?;
-            let mut segments: SegmentVec<'_> = SegmentVec::new();
-            segments.extend((!before.is_empty()).then(|| Segment::from_mut(before)));
-            segments.extend_from_slice(from);
-            segments.extend((!after.is_empty()).then(|| Segment::from_mut(after)));
-            let written = self.overwrite(&*active.store, &segments, place).while_trying("write");
+        let at = piece.start + piece.within as u64;
+        self.write_with_edges(active, (at, from), Edges { head, tail }, (old.raw, old.raw), |segments| {
+            let written = self.overwrite(&*active.store, segments, place).while_trying("write");
             written.map_err(|error| error.at(place).in_file(&active.path))
         })?;
         self.publish_subclusters(active, piece, (host, old), new, guard)?;
@@ -134,7 +110,7 @@ impl Layers {
         let new = new_cluster(active, piece.cluster, Wait::May)?.expect("it may wait");
         let unit = active.tables.geometry.unit().size() as usize;
         let (host, needed) =
-            (new.at, Subclusters { allocated: old.states.allocated | piece.touched, zero: 0 });
+            (new.at, Subclusters { allocated: old.states.allocated | touched(active, piece), zero: 0 });
         with_scratch(active.tables.geometry.cluster_bits.size() as usize, |bytes| {
             let runs = || needed.runs().filter(|(.., state)| *state == SubclusterState::Allocated);
             let of_run =
@@ -164,7 +140,7 @@ impl Layers {
         new: Option<NewClusters<'_>>,
         guard: &EntryGuard<'_>,
     ) -> Result<()> {
-        let allocated = old.states.allocated | piece.touched;
+        let allocated = old.states.allocated | touched(active, piece);
         let states = Subclusters { allocated, zero: old.states.zero & !allocated };
         let entry = active.encode(L2Entry::of_subclusters(Some(host), true, states));
         let freed = if new.is_some() { active.clusters_of(old.raw)? } else { None };
@@ -197,13 +173,9 @@ impl Old {
     }
 }
 
-/// What of `len` bytes at `at` lies in the first cluster.
-fn piece_of(active: &Active, at: GuestOffset, len: usize) -> Piece {
-    let bits = active.tables.geometry.cluster_bits;
+/// The subclusters that a piece touches, a bit each.
+fn touched(active: &Active, piece: Piece) -> u32 {
     let unit = active.tables.geometry.unit().size() as usize;
-    let within = at.within(bits) as usize;
-    let len = len.min(bits.size() as usize - within);
-    let (first, last) = (within / unit, (within + len - 1) / unit);
-    let touched = (u32::MAX >> (31 - (last - first))) << first;
-    Piece { cluster: active.cluster_of(at), start: at.align_down(bits), within, len, touched }
+    let (first, last) = (piece.within / unit, (piece.end() - 1) / unit);
+    (u32::MAX >> (31 - (last - first))) << first
 }
