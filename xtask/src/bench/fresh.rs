@@ -120,32 +120,33 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// What is done to a full disk.
+/// What is done to a full disk, with the bounds over each peer, if there are any.
 struct Work {
     what: &'static str,
     access: Access,
     fua: bool,
     depth: usize,
-    /// With whom it is compared, and the bound.
-    peers: &'static [(Kind, Option<f64>)],
+    floor: Option<f64>,
+    qemu: Option<f64>,
 }
 
 const WORKS: [Work; 5] = {
-    use Kind::{Floor, Qemu};
-    let (read, write) = (Access::RandomRead, Access::RandomWrite { round: 0 });
-    let peers: [&[(Kind, Option<f64>)]; 5] = [
-        &[(Floor, Some(1.3)), (Qemu, None)],
-        &[(Floor, None), (Qemu, Some(5.0))],
-        &[(Floor, Some(1.0)), (Qemu, None)],
-        &[(Floor, Some(0.85)), (Qemu, None)],
-        &[(Floor, Some(2.0)), (Qemu, None)],
-    ];
+    let read = Work {
+        what: "random reads, QD32",
+        access: Access::RandomRead,
+        fua: false,
+        depth: 32,
+        floor: Some(1.3),
+        qemu: None,
+    };
+    let write =
+        Work { what: "overwrites, QD32", access: Access::RandomWrite { round: 0 }, floor: Some(1.0), ..read };
     [
-        Work { what: "random reads, QD32", access: read, fua: false, depth: 32, peers: peers[0] },
-        Work { what: "random reads, QD1", access: read, fua: false, depth: 1, peers: peers[1] },
-        Work { what: "overwrites, QD32", access: write, fua: false, depth: 32, peers: peers[2] },
-        Work { what: "overwrites, each FUA, QD1", access: write, fua: true, depth: 1, peers: peers[3] },
-        Work { what: "overwrites, each FUA, QD16", access: write, fua: true, depth: 16, peers: peers[4] },
+        Work { what: "random reads, QD1", depth: 1, floor: None, qemu: Some(5.0), ..read },
+        Work { what: "overwrites, each FUA, QD1", fua: true, depth: 1, floor: Some(0.85), ..write },
+        Work { what: "overwrites, each FUA, QD16", fua: true, depth: 16, floor: Some(2.0), ..write },
+        read,
+        write,
     ]
 };
 
@@ -158,7 +159,7 @@ fn one_layer(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     for (kind, image) in kinds.into_iter().zip(&images) {
         sides.push((kind, Side::start(kind, image)?));
     }
-    for Work { what, access, fua, depth, peers } in WORKS {
+    for Work { what, access, fua, depth, floor, qemu } in WORKS {
         settle();
         let mut rates: [Vec<f64>; 3] = Default::default();
         for round in 0..options.rounds {
@@ -178,10 +179,10 @@ fn one_layer(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
         }
         let name = |what: &str| format!("4 KiB {what}");
         report.add(Row::median(&name(what), "IOPS", &rates[0]).beside(median(&rates[2])));
-        for &(peer, bound) in peers {
-            let place = kinds.iter().position(|kind| *kind == peer).context("a peer that takes part")?;
-            let ratios: Vec<f64> = rates[0].iter().zip(&rates[place]).map(|(own, peer)| own / peer).collect();
-            let row = Row::median(&format!("{}: vmstrata / {}", name(what), peer.label()), "", &ratios);
+        for (peer, bound) in [(1, floor), (2, qemu)] {
+            let ratios: Vec<f64> = rates[0].iter().zip(&rates[peer]).map(|(own, peer)| own / peer).collect();
+            let row =
+                Row::median(&format!("{}: vmstrata / {}", name(what), kinds[peer].label()), "", &ratios);
             report.add(match bound {
                 Some(bound) => row.at_least(bound),
                 None => row,
@@ -266,9 +267,9 @@ fn counted(dir: &Path, report: &mut Report) -> Result<()> {
         let at = chain::pattern::mix(index) % (LARGE / BLOCK as u64) * BLOCK as u64;
         side.client.write(at, BLOCK, chain::pattern::Writer::client(0))?;
     }
-    Vmstrata { disk: path.clone(), control }.take("counted")?;
-    // Its index is written afterwards, at leisure.
-    let bytes = settled(|| written_by(pid))? - before;
+    Vmstrata { disk: path.clone(), control: control.clone() }.take("counted")?;
+    wait_until_finalized(&control)?;
+    let bytes = written_by(pid)? - before;
     report.add(
         Row::median(
             "bytes written to the host per 4 KiB first write",
@@ -280,16 +281,17 @@ fn counted(dir: &Path, report: &mut Report) -> Result<()> {
     side.stop()
 }
 
-/// Waits until a number stays the same for half a second.
-fn settled(look: impl Fn() -> Result<u64>) -> Result<u64> {
-    let mut last = look()?;
+/// Waits until no snapshot lacks its index any more.
+fn wait_until_finalized(control: &Path) -> Result<()> {
     loop {
-        thread::sleep(Duration::from_millis(500));
-        let now = look()?;
-        if now == last {
-            return Ok(now);
+        let (out, _) = timed(Command::new(vmstrata()).args(["status", "--json", "--control"]).arg(control))?;
+        let status: serde_json::Value = serde_json::from_slice(&out)?;
+        let disks = status["disks"].as_array().context("no disks in the status")?;
+        // It is said only where it is so.
+        if !disks.iter().any(|disk| disk["finalizing"] == true) {
+            return Ok(());
         }
-        last = now;
+        thread::sleep(Duration::from_millis(10));
     }
 }
 

@@ -151,12 +151,12 @@ Examples:
   vmstrata merge web.qcow2 --layers 1..498 --remove all      also files that are no snapshots of this disk
   vmstrata merge web.qcow2 --from web-mon.qcow2 --to web-fri.qcow2
 
-For chains whose layers have no names, as other tools make them; `snapshot delete` takes those that have. Both ends go: what \
-they hold and the layer above them lacks is copied into that one, which then stands on what is below them; or, where all files go, \
-that is less to copy and nobody else needs them, what that one holds into the lowest of them, which takes its place. (block-commit of \
-QEMU and virsh names as BASE the layer that stays: the lowest that goes is the one above it.) Named snapshots of this disk among them \
-are lost, which takes --yes; held ones and those of another disk are refused. All other layers read as they did. \
-The layers are chosen when it begins, so that snapshots taken meanwhile change nothing. Numbers change whenever layers are \
+For chains whose layers have no names, as other tools make them; `snapshot delete` drops named ones. The layers from the first to the \
+last one given are dropped. Their data is copied into the layer above them. If all their files are removed, no other disk needs them, \
+and it copies less, the layer above is copied into the lowest of them, which then takes its place. (In block-commit of QEMU and virsh, \
+BASE is the layer that stays: the lowest dropped one is the layer above it.) Named snapshots of this disk among them are lost, which \
+takes --yes; held ones and those of another disk are refused. All other layers read as before. \
+The layers are chosen when the command begins: snapshots taken meanwhile do not change the choice. Numbers change whenever layers are \
 dropped, as by a keep= rule: where that may happen, name files.
 A file that another disk needs stays, as far as vmstrata knows: see `vmstrata flatten --help`. A served disk goes on being \
 used meanwhile; `vmstrata job` shows how far it is, slows, pauses and ends it. Interrupted, begin it again.
@@ -200,8 +200,8 @@ Examples:
   vmstrata flatten web.qcow2 --yes --keep-files    the files stay, as `vmstrata snapshot list --all` shows
   vmstrata flatten web.qcow2 --onto golden.qcow2   a disk on golden.qcow2, with nothing between them
 
-What the disk needs of the layers below is copied into its own file, which then stands on nothing (or on what --onto names). A served disk goes on \
-being used meanwhile; `vmstrata job` shows how far it is, slows, pauses and ends it. Interrupted, begin it again: what was \
+Copies what the disk needs of the layers below into its own file, which then has no backing file, or the one that --onto names. A \
+served disk stays in use meanwhile; `vmstrata job` shows how far it is, slows, pauses and ends it. Interrupted, begin it again: what was \
 copied is not copied twice.
 A file that another disk needs stays. vmstrata finds disks beside it and in the --allow-backing directories, and those elsewhere \
 that it made or opened for writing. A base elsewhere may have others, so that it goes only with --remove everywhere.

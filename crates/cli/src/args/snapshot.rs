@@ -27,7 +27,7 @@ Examples:
   vmstrata snapshot clone web.qcow2 before-upgrade -o test.qcow2
   vmstrata snapshot delete web.qcow2 before-upgrade
 
-A snapshot is a layer: what was web.qcow2 is web.NAME.qcow2 from then on, and a new, empty web.qcow2 stands on it. \
+A snapshot is a layer: the file web.qcow2 is renamed to web.NAME.qcow2, and a new, empty web.qcow2 has it as its backing file. \
 Every command that takes an image takes web.qcow2@NAME too. Stock tools read and check all of these files.";
 
 /// The commands of `vmstrata snapshot`.
@@ -170,7 +170,7 @@ Examples:
   vmstrata snapshot list web.qcow2
   vmstrata snapshot list web.qcow2 --json | jq -r '.snapshots[] | select(.labels.job == \"nightly\") | .name'
 
-With --all come files that were left behind, whose names cannot be used again until `vmstrata gc` or somebody removes them. \
+--all also lists files that were left behind. Their names cannot be used again until the files are removed (`vmstrata gc`). \
 Layers without a name are listed as '-': backing files that other tools made are states of the disk too.
 Exit codes: 0 listed, 1 the chain cannot be read, 64 wrong usage.";
 
@@ -251,10 +251,10 @@ Examples:
   vmstrata snapshot revert web.qcow2 mon --yes
   vmstrata snapshot revert web.qcow2 mon --keep web-broken.qcow2
 
-Snapshots newer than NAME are not removed: their files stay, and a disk kept with --keep still stands on them. `snapshot list --all` \
-shows them, and `vmstrata gc` removes those that nothing needs.
-It is refused while one of those is held (vmstrata snapshot hold). Images that stand on the disk itself, not on a snapshot of it, would read other data: it is refused without --force, and \
-while one of them is in use.
+The files of snapshots newer than NAME stay, and a disk kept with --keep still needs them. `snapshot list --all` shows them, and \
+`vmstrata gc` removes those that nothing needs. The command is refused while one of them is held (vmstrata snapshot hold).
+Images whose backing file is the disk itself, not a snapshot of it, would read other data: with such images the command needs \
+--force, and it is refused while one of them is in use.
 A served disk goes back while no guest and no client is connected to it, and is behind the same exports again then.
 Exit codes: 0 reverted, 1 not (the disk is as it was), 64 wrong usage.";
 

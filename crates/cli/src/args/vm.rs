@@ -166,8 +166,8 @@ The guest is held while its devices are saved and its memory is copied; then it 
 interrupted or killed. Its disks get a snapshot of the same name, if vmstrata serves them; clean pages of cache that are \
 on these disks, byte for byte, need no copy.
 
-With --every, a line tells of each snapshot, and of each that could not be taken: a guest that is down is tried again when \
-the next is due, and what is due while one is still being taken is left out. packaging/systemd has a service for it.
+With --every, it prints a line for each snapshot and each failure. A guest that is down is tried again when the next snapshot is \
+due; one that is due while another is being taken is skipped. packaging/systemd has a service for it.
 Exit codes: 0 taken (with --every: interrupted), 1 not taken (nothing is listed, the guest runs on), 64 wrong usage.";
 
 /// What is done while the guest is held.
