@@ -30,6 +30,9 @@ pub struct DiskSpec {
     /// What becomes of the guest's writes of whole clusters of zeros.
     #[serde(alias = "detect-zeroes", default, skip_serializing_if = "is_default")]
     pub detect_zeroes: DetectZeroes,
+    /// Whether overlays that the server makes for the disk have subclusters: its snapshots', and a clone itself.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub subclusters: Subclusters,
     /// What the disk's file is, which a snapshot of a raw disk makes qcow2; looked up in the file if omitted. With `clone`, that of the disk it is made of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
@@ -83,6 +86,17 @@ pub enum DetectZeroes {
     On,
     /// The clusters are marked as zeros, and their space is given back to the host.
     Unmap,
+}
+
+/// Whether new overlays have subclusters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Subclusters {
+    /// Yes, where the layer below is raw or qcow2 of version 3.
+    #[default]
+    On,
+    /// No: crosvm, cloud-hypervisor's own qcow2 and QEMU before 5.2 cannot read them.
+    Off,
 }
 
 /// How a file keeps a disk's bytes.
@@ -141,6 +155,9 @@ pub struct DiskStatus {
     /// What becomes of the guest's writes of whole clusters of zeros.
     #[serde(default, skip_serializing_if = "is_default")]
     pub detect_zeroes: DetectZeroes,
+    /// Whether overlays that the server makes for the disk have subclusters.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub subclusters: Subclusters,
     /// How much its guests may do in a second.
     #[serde(default, skip_serializing_if = "is_default")]
     pub limits: DiskLimits,

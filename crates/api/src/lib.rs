@@ -33,7 +33,7 @@ mod status;
 pub use change::{Change, ChangedBy, Outcome};
 pub use disk::{
     CacheMode, DetectZeroes, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, FileNumber, Format,
-    LayerStatus,
+    LayerStatus, Subclusters,
 };
 pub use event::Event;
 pub use export::{

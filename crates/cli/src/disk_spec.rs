@@ -22,7 +22,7 @@ pub fn format_parser() -> impl TypedValueParser<Value = Format> {
     })
 }
 
-/// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,format=qcow2|raw]
+/// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
 /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,LIMITS]`.
 ///
 /// # Errors
@@ -161,6 +161,7 @@ mod tests {
                 force: false,
                 cache: CacheMode::Host,
                 detect_zeroes: DetectZeroes::Off,
+                subclusters: true,
                 format: None,
                 clone_of: None,
                 agent: None,
@@ -187,6 +188,8 @@ mod tests {
         assert_eq!(detected("path=a,detect-zeroes=off"), DetectZeroes::Off);
         assert_eq!(detected("path=a,detect-zeroes=on"), DetectZeroes::On);
         assert_eq!(detected("path=a,detect-zeroes=unmap"), DetectZeroes::Unmap);
+        assert!(parse_disk("path=a,subclusters=on").unwrap().subclusters);
+        assert!(!parse_disk("path=a,subclusters=off").unwrap().subclusters);
         let backing = |text| parse_disk(text).unwrap().backing;
         assert_eq!(backing("path=a,backing=none"), Some(Vec::new()));
         assert_eq!(backing("path=a,backing=/b.raw:/c"), Some(vec!["/b.raw".into(), "/c".into()]));

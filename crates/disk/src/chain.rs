@@ -45,6 +45,8 @@ pub struct OpenOptions {
     pub detect_zeroes: DetectZeroes,
     /// What happens to the unflushed writes of a killed process that cannot be taken up.
     pub unflushed: Unflushed,
+    /// Whether overlays made for the disk have subclusters, where the layer they stand on is of version 3 or raw.
+    pub subclusters: bool,
 }
 
 /// What becomes of a request that writes nothing but zeros to at least one whole cluster, by the names of QEMU's option.
@@ -105,6 +107,7 @@ impl Default for OpenOptions {
             force: false,
             detect_zeroes: DetectZeroes::Off,
             unflushed: Unflushed::Keep,
+            subclusters: true,
         }
     }
 }

@@ -198,7 +198,7 @@ fn back(disk: &Path, name: &str, options: &RevertOptions) -> Result<Reverted> {
         check_keep(disk, keep, identity)?;
     }
     let (held, below) = finished(&found)?;
-    let image = below.overlay(name_from(disk, &found.layer)?, &info)?;
+    let image = below.overlay(name_from(disk, &found.layer)?, &info, options.prepare.subclusters)?;
     let keep = options.keep.as_deref();
     let mut prepared = Prepared::make(disk, identity, &image, keep, options.prepare.on_step)?;
     // What a killed process left stands on the disk, too, and is gone by now.
@@ -246,7 +246,7 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
         let (stood_on, below) = finished(&found)?;
         let info =
             SnapshotInfo { origin: names::disk_name(disk), ..found.info.clone().expect("found by its name") };
-        let image = below.overlay(name_from(output, &found.layer)?, &info)?;
+        let image = below.overlay(name_from(output, &found.layer)?, &info, options.subclusters)?;
         let draft = AtomicFile::beside(output)?;
         access::copy(disk, &draft.file)?;
         access::let_owner_write(&draft.file)?;

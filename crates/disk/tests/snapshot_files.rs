@@ -14,7 +14,8 @@ use vmstrata_disk::snapshot::{
     resolve,
 };
 use vmstrata_disk::{
-    CreateOptions, Error, ErrorKind, Format, OpenOptions, ResourceOptions, Resources, create as create_image,
+    CreateOptions, Disk, Error, ErrorKind, Format, OpenOptions, ResourceOptions, Resources,
+    create as create_image,
 };
 
 const MIB: u64 = 1 << 20;
@@ -104,6 +105,56 @@ fn the_active_file_gets_a_name_and_an_empty_overlay_takes_its_place() {
     assert_eq!(chain[0]["backing-filename"], "web.mon.qcow2");
     assert_eq!(chain[0]["backing-filename-format"], "qcow2");
     assert_eq!(names(&disk), ["mon"]);
+}
+
+/// What stock tools say of an image: version, cluster size, whether it has subclusters.
+fn shape_of(image: &Path) -> (String, u64, bool) {
+    let info = &chain_of(image)[0];
+    let data = &info["format-specific"]["data"];
+    (
+        data["compat"].as_str().unwrap().to_owned(),
+        info["cluster-size"].as_u64().unwrap(),
+        data["extended-l2"].as_bool().unwrap_or_default(),
+    )
+}
+
+#[test]
+fn overlays_have_subclusters_unless_the_layer_below_is_old_or_they_are_not_wanted() {
+    let (new, old) = ("1.1".to_owned(), "0.10".to_owned());
+    let cases = [
+        ("compat=1.1", (new.clone(), 128 << 10, true), (new.clone(), 64 << 10, false)),
+        ("cluster_size=512", (new.clone(), 128 << 10, true), (new.clone(), 512, false)),
+        ("cluster_size=2M", (new.clone(), 128 << 10, true), (new.clone(), 2 << 20, false)),
+        ("extended_l2=on,cluster_size=1M", (new.clone(), 1 << 20, true), (new.clone(), 1 << 20, false)),
+        ("compat=0.10", (old.clone(), 64 << 10, false), (old.clone(), 64 << 10, false)),
+        ("raw", (new.clone(), 128 << 10, true), (new, 64 << 10, false)),
+    ];
+    for (options, with, without) in cases {
+        for (subclusters, expected) in [(true, with), (false, without)] {
+            let dir = common::scratch();
+            let disk = dir.path().join("web.img");
+            match options {
+                "raw" => qemu_img(&["create", "-q", "-f", "raw", path_str(&disk), "4M"]),
+                _ => qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, path_str(&disk), "4M"]),
+            };
+            let open = OpenOptions { subclusters, ..OpenOptions::default() };
+            let options = PrepareOptions { convert_raw: true, subclusters, ..PrepareOptions::default() };
+            snapshot::create(&[disk.clone()], &info("one"), &open, &options, &resources()).unwrap();
+            assert_eq!(shape_of(&disk), expected, "offline");
+            let served = Disk::open(&disk, &open, &resources()).unwrap();
+            served.snapshot(&info("two")).unwrap();
+            served.close().unwrap();
+            assert_eq!(shape_of(&disk), expected, "in use");
+            let clone = dir.path().join("clone.qcow2");
+            snapshot::clone(&disk, "two", &clone, &open).unwrap();
+            assert_eq!(shape_of(&clone), expected, "a clone");
+            let back = RevertOptions { open, prepare: options, ..RevertOptions::default() };
+            snapshot::revert(&disk, "one", &back, &resources()).unwrap();
+            assert_eq!(shape_of(&disk), expected, "gone back");
+            write(&disk, 7, "4k 4k");
+            assert_clean(&disk);
+        }
+    }
 }
 
 #[test]

@@ -25,8 +25,8 @@ use vmstrata_disk::snapshot::KeepError;
 use vmstrata_export::SocketAccess;
 use vmstrata_types::path_from_text;
 
-pub(crate) use self::disk::shown_detect_zeroes;
 pub use self::disk::{CloneOf, DiskSpec, StateError};
+pub(crate) use self::disk::{shown_detect_zeroes, shown_subclusters};
 pub(crate) use self::limits::{limits_of, shown_limits};
 pub use self::nbd::{NbdError, NbdSpec};
 pub(crate) use self::together::check_guests;

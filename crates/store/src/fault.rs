@@ -223,8 +223,4 @@ impl LocalFile for FaultStore {
             && matches!(self.plan.admit(self.id, OperationKind::Read), Admission::Go)
             && self.inner.read_exact(buf, at).is_ok()
     }
-
-    fn free_prealloc(&self) -> io::Result<()> {
-        self.inner.local().map_or(Ok(()), LocalFile::free_prealloc)
-    }
 }

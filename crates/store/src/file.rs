@@ -21,7 +21,7 @@ use vmstrata_types::HostOffset;
 use crate::direct::Direct;
 use crate::identity::{FileId, FileIdentity};
 use crate::lock::{self, LockError, LockKind};
-use crate::{Access, LocalFile, Segment, Store, View, prealloc, transfer, view};
+use crate::{Access, LocalFile, Segment, Store, View, transfer, view};
 
 /// Bytes by which a file may grow, at least, before it is mapped anew.
 const ROOM_MIN: u64 = 1 << 30;
@@ -305,9 +305,5 @@ impl LocalFile for FileStore {
             // SAFETY: takes no pointer. An error of a write is left for the next flush to tell.
             unsafe { libc::sync_file_range(self.file.as_raw_fd(), at, len, libc::SYNC_FILE_RANGE_WRITE) };
         }
-    }
-
-    fn free_prealloc(&self) -> io::Result<()> {
-        prealloc::free(&self.file)
     }
 }

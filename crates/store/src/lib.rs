@@ -31,7 +31,6 @@ mod notifier;
 mod open_files;
 mod open_store;
 mod planted;
-pub mod prealloc;
 mod prefetch;
 pub mod proc;
 mod ring;
@@ -245,12 +244,4 @@ pub trait LocalFile {
     /// Asks the host to begin writing out a range that it has in memory only. A wish: nothing waits for it or is told of what
     /// becomes of it, and only [`Store::flush`] says what is on stable storage.
     fn begin_write_out(&self, _at: HostOffset, _len: u64) {}
-
-    /// Frees what [`prealloc::past_end`] allocated and nothing has filled.
-    ///
-    /// # Errors
-    /// Whatever the medium reports.
-    fn free_prealloc(&self) -> io::Result<()> {
-        Ok(())
-    }
 }

@@ -32,7 +32,7 @@ use vmstrata_types::HostOffset;
 
 use crate::arena::address_for;
 use crate::guard::{Guard, is_any_lost};
-use crate::{Segment, prealloc, prefetch, total_len};
+use crate::{Segment, prefetch, total_len};
 
 /// What a bit stands for; no larger than any host's page.
 const PAGE: u64 = 4096;
@@ -43,12 +43,12 @@ const WORD: u64 = PAGE * 64;
 /// that the host took back is waited for by whoever touches it, and nobody should wait so for a network, or for a
 /// program.
 const LOCAL: [i64; 6] = [
-    prealloc::EXT4, // and ext2, ext3
-    0x5846_5342,    // XFS
-    0x9123_683E,    // Btrfs
-    0xF2F5_2010,    // F2FS
-    0xCA45_1A4E,    // bcachefs
-    0x0102_1994,    // tmpfs
+    0xEF53,      // ext4, and ext2, ext3
+    0x5846_5342, // XFS
+    0x9123_683E, // Btrfs
+    0xF2F5_2010, // F2FS
+    0xCA45_1A4E, // bcachefs
+    0x0102_1994, // tmpfs
 ];
 
 /// Whether a file lies on such a file system.

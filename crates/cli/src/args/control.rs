@@ -107,7 +107,7 @@ pub enum DiskCommand {
         after_help = "Examples:\n  vmstrata disk add path=web.qcow2,name=web\n  vmstrata disk add path=web.qcow2,name=web-mon,at=mon\n  vmstrata disk add path=backup.qcow2,read-only --json"
     )]
     Add {
-        /// path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,format=qcow2|raw]
+        /// path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
         /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,LIMITS], as for
         /// `serve --disk`
         #[arg(value_name = "SPEC", value_parser = OsStringValueParser::new().try_map(parse_api_disk))]

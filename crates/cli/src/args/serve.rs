@@ -24,10 +24,11 @@ pub struct ServeArgs {
     /// Read settings from this TOML file; flags that are given win over it
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// A disk: path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,format=qcow2|raw]
+    /// A disk: path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
     /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,LIMITS] (repeatable);
     /// keep=daily=7,,weekly=4 has the server delete other snapshots; backing= names all that its backing files may be, or lie
-    /// in, instead of its own directory; detect-zeroes=unmap gives the space of clusters that are written with zeros back; LIMITS are
+    /// in, instead of its own directory; detect-zeroes=unmap gives the space of clusters that are written with zeros back; subclusters=off
+    /// has overlays of snapshots made without subclusters; LIMITS are
     /// iops-total=1000, bps-read=64M and their like, as for `disk limit`
     #[arg(
         long = "disk",

@@ -69,6 +69,15 @@ pub struct SnapshotCommonArgs {
     pub json: bool,
 }
 
+/// What the new overlay is like.
+#[derive(Clone, Debug, Args)]
+pub struct OverlayArgs {
+    /// Make an overlay without subclusters, which crosvm, cloud-hypervisor's own qcow2 and QEMU before 5.2 can read; for a disk
+    /// that a server serves, its option subclusters=off says so
+    #[arg(long)]
+    pub no_subclusters: bool,
+}
+
 /// How a disk is reached that a server may be serving, or that no process has open.
 #[derive(Clone, Debug, Args)]
 pub struct AccessArgs {
@@ -131,6 +140,9 @@ pub struct SnapshotCreateArgs {
     /// Let the paths of raw disks become qcow2: their snapshots are overlays
     #[arg(long)]
     pub convert_raw: bool,
+    /// What the new overlay is like.
+    #[command(flatten)]
+    pub overlay: OverlayArgs,
     /// How it is reached, and the result printed.
     #[command(flatten)]
     pub access: AccessArgs,
@@ -240,6 +252,9 @@ pub struct SnapshotRevertArgs {
     /// Go back although images stand on the disk as it is now, and will read other data then
     #[arg(long)]
     pub force: bool,
+    /// What the new overlay is like.
+    #[command(flatten)]
+    pub overlay: OverlayArgs,
     /// How it is reached, and the result printed.
     #[command(flatten)]
     pub access: AccessArgs,
@@ -270,6 +285,9 @@ pub struct SnapshotCloneArgs {
     /// The new disk
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
+    /// What the new overlay is like.
+    #[command(flatten)]
+    pub overlay: OverlayArgs,
     /// Common options.
     #[command(flatten)]
     pub common: SnapshotCommonArgs,

@@ -17,8 +17,9 @@ use vmstrata_disk::{ErrorKind, Format, OpenOptions, ResourceOptions, Resources};
 use vmstrata_types::{path_to_text, time};
 
 use crate::args::{
-    ControlArgs, JournalArgs, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotCreateArgs,
-    SnapshotDeleteArgs, SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
+    ControlArgs, JournalArgs, OverlayArgs, SnapshotArgs, SnapshotCloneArgs, SnapshotCommand,
+    SnapshotCreateArgs, SnapshotDeleteArgs, SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs,
+    SnapshotShowArgs,
 };
 use crate::attach::absolute;
 use crate::audit::{self, What};
@@ -49,6 +50,7 @@ pub fn run(args: &SnapshotArgs) -> Result<ExitCode> {
 fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
     let info = described(args, now_ns());
     if let Some(live) = live::Live::find(&args.disks, &args.access.server)? {
+        refuse_for_served(&args.overlay)?;
         return live.create(&info, args);
     }
     if args.agent.is_some() || args.quiesce == Some(Quiesce::Always) {
@@ -62,6 +64,7 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
     let prepare = PrepareOptions {
         format: args.access.common.format,
         convert_raw: args.convert_raw,
+        subclusters: !args.overlay.no_subclusters,
         ..PrepareOptions::default()
     };
     let what = audit::of("snapshot_create", &args.disks).object(&info.name);
@@ -77,6 +80,16 @@ fn run_create(args: &SnapshotCreateArgs) -> Result<()> {
         format!("{}: snapshot {} taken: {}\n{note}", disk.display(), info.name, layer.display())
     };
     Ok(print(&created.iter().map(line).collect::<String>())?)
+}
+
+/// The server makes the overlays of the disks that it serves.
+fn refuse_for_served(overlay: &OverlayArgs) -> Result<()> {
+    if overlay.no_subclusters {
+        bail!(
+            "a server serves the disk, and makes its overlays: give the disk the option subclusters=off there"
+        );
+    }
+    Ok(())
 }
 
 /// What to do about a disk that was raw before its snapshot.
@@ -196,12 +209,17 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
         return refuse_to_lose(args);
     }
     if let Some(live) = live::Live::find(std::slice::from_ref(&args.disk), &args.access.server)? {
+        refuse_for_served(&args.overlay)?;
         return live.revert(args);
     }
     let options = RevertOptions {
         keep: args.keep.clone(),
         open: OpenOptions { force: args.force, ..args.access.open() },
-        prepare: PrepareOptions { format: args.access.common.format, ..PrepareOptions::default() },
+        prepare: PrepareOptions {
+            format: args.access.common.format,
+            subclusters: !args.overlay.no_subclusters,
+            ..PrepareOptions::default()
+        },
     };
     let resources = resources(&args.access.journal)?;
     let reverted = audit::change(audit::of("snapshot_revert", [&args.disk]).object(&args.name), |_| {
@@ -234,7 +252,8 @@ fn refuse_to_lose(args: &SnapshotRevertArgs) -> Result<()> {
 fn run_clone(args: &SnapshotCloneArgs) -> Result<()> {
     let state = format!("{}@{}", absolute(&args.disk), args.name);
     let layer = audit::change(audit::of("snapshot_clone", [&args.output]).object(state), |_| {
-        let cloned = snapshot::clone(&args.disk, &args.name, &args.output, &args.common.open());
+        let open = OpenOptions { subclusters: !args.overlay.no_subclusters, ..args.common.open() };
+        let cloned = snapshot::clone(&args.disk, &args.name, &args.output, &open);
         cloned.map_err(|error| match error.kind() {
             ErrorKind::Io { source, .. } if source.kind() == std::io::ErrorKind::AlreadyExists => {
                 anyhow!("{}: exists already", args.output.display())

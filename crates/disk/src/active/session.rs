@@ -1,7 +1,6 @@
 //! The session of a writer on the active layer, which its header names.
 
 use vmstrata_qcow2::header::field;
-use vmstrata_store::LocalFile;
 use vmstrata_types::HostOffset;
 
 use super::Active;
@@ -20,7 +19,6 @@ pub(crate) fn leave_clean(active: &Active, wait: impl FnOnce()) -> Result<()> {
     active.reclaim(wait)?;
     let leave = || -> Result<()> {
         active.alloc.release_claimed()?;
-        free_prealloc(active);
         // Refcounts first: a header without a session says that they are right.
         active.flusher.flush().while_trying("flush")?;
         if active.tables.version >= FEATURES_SINCE { write_session(active, 0) } else { Ok(()) }
@@ -39,17 +37,9 @@ pub(crate) fn end_session(active: &Active, wait: impl FnOnce()) -> Result<()> {
     active.reclaim(wait)?;
     let end = || -> Result<()> {
         active.alloc.release_claimed()?;
-        free_prealloc(active);
         if active.tables.version >= FEATURES_SINCE { put_session(active, 0) } else { Ok(()) }
     };
     end().map_err(|error| error.in_file(&active.path))
-}
-
-/// Frees what was preallocated to the file. A failure does no harm.
-fn free_prealloc(active: &Active) {
-    if let Err(error) = active.store.local().map_or(Ok(()), LocalFile::free_prealloc) {
-        tracing::debug!(layer = %active.path.display(), %error, "preallocation past the end of the file is kept");
-    }
 }
 
 /// Brings the end of a session to stable storage; the journal goes.

@@ -96,7 +96,8 @@ impl Disk {
 
     /// An overlay, not on stable storage yet, and what the active file will be called.
     fn prepare_snapshot(&self, info: &SnapshotInfo) -> Result<(Prepared, PathBuf)> {
-        let ready = prepare_live(&self.path, info, self.active_format()?);
+        let how = (self.active_format()?, self.options.subclusters);
+        let ready = prepare_live(&self.path, info, how);
         let ready = ready.map_err(|error| error.in_file(&self.path))?;
         if let Some(names) = &mut *self.snapshot_names.lock() {
             names.insert(info.name.clone());

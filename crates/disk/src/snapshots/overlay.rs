@@ -13,12 +13,16 @@ use vmstrata_store::{FileIdentity, Gate};
 use vmstrata_types::ClusterBits;
 
 use crate::access;
+use crate::active::session::FEATURES_SINCE;
 use crate::atomic_file::Temporary;
 use crate::chain::{OpenOptions, Top, open_layer, open_top};
 use crate::create::fill;
 use crate::error::{ErrorKind, Result};
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Role};
+
+/// Clusters of overlays with subclusters: a subcluster is a page of the guest, the smallest write worth keeping apart.
+const CLUSTER_BITS: ClusterBits = ClusterBits::new(17).expect("128 KiB");
 
 /// What a new overlay takes over from the layer it stands on.
 #[derive(Clone, Copy, Debug)]
@@ -80,16 +84,19 @@ impl Below {
         })
     }
 
-    /// An empty image on this layer, which it will know as `name`.
+    /// An empty image on this layer, which it will know as `name`; with subclusters if it may have them
+    /// ([`OpenOptions::subclusters`]).
     ///
     /// # Errors
     /// A record or a name for which the header has no room, or that cannot be stored.
-    pub(crate) fn overlay(&self, name: OsString, info: &SnapshotInfo) -> Result<NewImage> {
+    pub(crate) fn overlay(&self, name: OsString, info: &SnapshotInfo, subclusters: bool) -> Result<NewImage> {
+        let subclusters = subclusters && self.version >= FEATURES_SINCE;
+        let is_alike = self.subclusters || !subclusters;
         let backing = NewBacking { name: name.into_vec(), format: Some(self.format.to_string()) };
         Ok(new_image(&CreateOptions {
             version: self.version,
-            cluster_bits: self.cluster_bits,
-            subclusters: self.subclusters,
+            cluster_bits: if is_alike { self.cluster_bits } else { CLUSTER_BITS },
+            subclusters,
             refcount_order: self.refcount_order,
             backing: Some(backing),
             lazy_refcounts: self.lazy_refcounts,

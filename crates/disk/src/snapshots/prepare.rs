@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 use vmstrata_qcow2::SnapshotInfo;
-use vmstrata_store::{FileId, Place, prealloc};
+use vmstrata_store::{FileId, Place};
 
 use super::fault::SnapshotFault;
 use super::interrupted;
@@ -22,13 +22,15 @@ pub struct PrepareOptions {
     pub format: Option<Format>,
     /// Whether the path of a raw disk may become qcow2: [`super::create`] refuses it otherwise.
     pub convert_raw: bool,
+    /// As [`crate::OpenOptions::subclusters`].
+    pub subclusters: bool,
     /// Called before each change of the file system: where tests of crashes stop.
     pub on_step: fn(Step),
 }
 
 impl Default for PrepareOptions {
     fn default() -> Self {
-        Self { format: None, convert_raw: false, on_step: |_| {} }
+        Self { format: None, convert_raw: false, subclusters: true, on_step: |_| {} }
     }
 }
 
@@ -82,7 +84,7 @@ pub fn prepare(active: &Path, info: &SnapshotInfo, options: &PrepareOptions) -> 
 fn prepare_below(active: &Path, info: &SnapshotInfo, options: &PrepareOptions) -> Result<Prepared> {
     check_path(active)?;
     let below = Below::read_disk(active, options.format)?;
-    let (mut prepared, frozen) = make_ready(active, info, &below, options.on_step)?;
+    let (mut prepared, frozen) = make_ready(active, info, &below, options)?;
     prepared.flush()?;
     prepared.link(frozen)?;
     Ok(prepared)
@@ -96,26 +98,24 @@ fn prepare_below(active: &Path, info: &SnapshotInfo, options: &PrepareOptions) -
 pub(crate) fn prepare_live(
     active: &Path,
     info: &SnapshotInfo,
-    format: Format,
+    (format, subclusters): (Format, bool),
 ) -> Result<(Prepared, PathBuf)> {
     check_path(active)?;
     let below = Below::read(active, format)?;
-    let (prepared, frozen) = make_ready(active, info, &below, PrepareOptions::default().on_step)?;
-    // The guest will write about as much as since the last snapshot.
-    prealloc::past_end(&prepared.overlay.file, below.identity.len);
-    Ok((prepared, frozen))
+    make_ready(active, info, &below, &PrepareOptions { subclusters, ..PrepareOptions::default() })
 }
 
 fn make_ready(
     active: &Path,
     info: &SnapshotInfo,
     below: &Below,
-    on_step: fn(Step),
+    options: &PrepareOptions,
 ) -> Result<(Prepared, PathBuf)> {
     info.check().map_err(vmstrata_qcow2::CreateError::from)?;
     let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotAFile)?;
-    let image = below.overlay(names::sibling(frozen.file_name().unwrap_or_default()), info)?;
-    let prepared = Prepared::make(active, below.identity.file, &image, None, on_step)?;
+    let name = names::sibling(frozen.file_name().unwrap_or_default());
+    let image = below.overlay(name, info, options.subclusters)?;
+    let prepared = Prepared::make(active, below.identity.file, &image, None, options.on_step)?;
     Ok((prepared, frozen))
 }
 
@@ -128,7 +128,9 @@ pub(crate) fn check_ready(active: &Path, info: &SnapshotInfo, format: Format) ->
     info.check().map_err(vmstrata_qcow2::CreateError::from)?;
     let below = Below::read(active, format)?;
     let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotAFile)?;
-    below.overlay(names::sibling(frozen.file_name().unwrap_or_default()), info)?;
+    let name = names::sibling(frozen.file_name().unwrap_or_default());
+    // Subclusters take no room in a header.
+    below.overlay(name, info, false)?;
     match frozen.symlink_metadata() {
         // What a killed process left is removed when this is done in earnest.
         Ok(there) if FileId::of(&there) == below.identity.file => Ok(()),

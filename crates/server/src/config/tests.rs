@@ -54,6 +54,7 @@ fn every_key_is_read() {
         read-only = true
         cache = "direct"
         detect-zeroes = "unmap"
+        subclusters = "off"
         format = "raw"
 
         [disk.limits]
@@ -84,6 +85,7 @@ fn every_key_is_read() {
     let limits = "iops-total=1000,bps-write=20971520,bps-write-max=104857600,bps-write-max-length=60";
     assert_eq!(shown(db), limits);
     assert_eq!((web.detect_zeroes, db.detect_zeroes), (DetectZeroes::Off, DetectZeroes::Unmap));
+    assert_eq!((web.subclusters, db.subclusters), (true, false));
     let socket = &settings.vhost_user[0];
     assert_eq!((socket.queues, socket.poll_us, socket.share), (NonZeroU16::new(4), Some(50), true));
     let access = |owner: &str, group: &str, mode| SocketAccess {

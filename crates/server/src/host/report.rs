@@ -11,7 +11,7 @@ use vmstrata_types::path_to_text;
 
 use super::{Entry, Host, Phase};
 use crate::error::Error;
-use crate::spec::{shown_detect_zeroes, shown_limits};
+use crate::spec::{shown_detect_zeroes, shown_limits, shown_subclusters};
 
 impl Host {
     /// The server, its disks and its exports.
@@ -114,6 +114,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         },
         read_only: disk.map_or(entry.spec.read_only, |disk| disk.is_read_only()),
         detect_zeroes: shown_detect_zeroes(entry.spec.detect_zeroes),
+        subclusters: shown_subclusters(entry.spec.subclusters),
         limits: shown_limits(entry.spec.limits),
         size_bytes: disk.map(|disk| disk.size()),
         layers: disk.map(|disk| layers(disk)),

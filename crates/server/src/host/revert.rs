@@ -40,7 +40,8 @@ impl Host {
         table.check_idle(name)?;
         drop(table);
         let open = self.open_options(&spec);
-        let prepare = PrepareOptions { format: open.format, ..PrepareOptions::default() };
+        let (format, subclusters) = (open.format, open.subclusters);
+        let prepare = PrepareOptions { format, subclusters, ..PrepareOptions::default() };
         let open = OpenOptions { force: asked.force, ..open };
         let options = RevertOptions { keep: asked.keep.as_deref().map(path_from_text), open, prepare };
         if is_read_only {

@@ -20,6 +20,7 @@ pub(super) fn open_options(spec: &DiskSpec, allow_backing: &[PathBuf]) -> OpenOp
         force: spec.force,
         cache: spec.cache,
         detect_zeroes: spec.detect_zeroes,
+        subclusters: spec.subclusters,
         allow_backing: spec.backing.clone().unwrap_or_else(|| allow_backing.to_vec()),
         allow_backing_alone: spec.backing.is_some(),
         format,

@@ -26,6 +26,8 @@ pub struct DiskSpec {
     pub cache: CacheMode,
     /// What becomes of writes of zeros.
     pub detect_zeroes: DetectZeroes,
+    /// Whether overlays made for it have subclusters.
+    pub subclusters: bool,
     /// `None` looks at the file.
     pub format: Option<Format>,
     /// What `path` is to be a clone of, and is made as unless it is there.
@@ -128,6 +130,7 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             force: asked.force,
             cache,
             detect_zeroes,
+            subclusters: asked.subclusters == api::Subclusters::On,
             format,
             clone_of,
             agent,
@@ -156,6 +159,7 @@ impl From<&DiskSpec> for api::DiskSpec {
                 CacheMode::Direct => api::CacheMode::Direct,
             },
             detect_zeroes: shown_detect_zeroes(spec.detect_zeroes),
+            subclusters: shown_subclusters(spec.subclusters),
             format: spec.format.map(|format| match format {
                 Format::Qcow2 => api::Format::Qcow2,
                 Format::Raw => api::Format::Raw,
@@ -171,6 +175,11 @@ impl From<&DiskSpec> for api::DiskSpec {
             limits: shown_limits(spec.limits),
         }
     }
+}
+
+/// As the API says it.
+pub(crate) fn shown_subclusters(subclusters: bool) -> api::Subclusters {
+    if subclusters { api::Subclusters::On } else { api::Subclusters::Off }
 }
 
 /// As the API says it.
@@ -245,6 +254,7 @@ mod tests {
             path: "/vms/web.qcow2".to_owned(),
             cache: api::CacheMode::Direct,
             detect_zeroes: api::DetectZeroes::Unmap,
+            subclusters: api::Subclusters::Off,
             format: Some(api::Format::Raw),
             agent: text("/run/agent.sock"),
             keep: text("daily=7,weekly=4"),

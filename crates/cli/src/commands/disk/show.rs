@@ -2,6 +2,7 @@
 
 use vmstrata_api::{
     DepthStats, DetectZeroes, DiskDetail, DiskLimits, DiskStats, Format, KindStats, Latency, LayerStatus,
+    Subclusters,
 };
 
 use crate::commands::serve::attachments;
@@ -24,6 +25,9 @@ pub fn to_text(shown: &DiskDetail, number: usize) -> String {
         DetectZeroes::On => "  detect-zeroes=on\n",
         DetectZeroes::Unmap => "  detect-zeroes=unmap\n",
     };
+    if disk.subclusters == Subclusters::Off {
+        text += "  subclusters=off\n";
+    }
     if disk.limits != DiskLimits::default() {
         text += &format!("  limits: {}\n", disk.limits);
     }

@@ -217,6 +217,7 @@ mod tests {
             open_error: None,
             read_only: false,
             detect_zeroes: vmstrata_api::DetectZeroes::Off,
+            subclusters: vmstrata_api::Subclusters::On,
             limits: vmstrata_api::DiskLimits::default(),
             size_bytes: Some(1 << 30),
             layers: Some(300),
