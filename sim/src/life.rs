@@ -120,7 +120,6 @@ impl Life {
             max_open_files: 8,
             workers: 1 + random.below(2) as usize,
             journal_dir: Some(journals.clone()),
-            copy_up_after: (!random.one_in(4)).then_some(Duration::from_millis(5)),
         };
         let resources = book.expect("resources", Resources::start(options));
         let path = directory.join(DISKS).join(DISK);

@@ -10,7 +10,6 @@
 //!
 //! Lock order: page lock, then cluster lock, then L1 lock, then the allocator's or the changes' lock.
 
-mod backoff;
 mod growth;
 mod l1;
 mod locks;
@@ -38,12 +37,10 @@ use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::{Record, Slot};
 use crate::layer::{Tables, table_of};
-use crate::partial::Partial;
 use growth::Growth;
 use l1::L1;
 use locks::EntryLocks;
 
-pub(crate) use backoff::Backoff;
 pub(crate) use locks::EntryGuard;
 pub use recover::Mismatch;
 pub(crate) use recover::host_of;
@@ -66,8 +63,6 @@ pub(crate) struct Active {
     pub(crate) changes: Changes,
     /// Autoclear bits that stay set: of structures that are right although we write.
     pub(crate) autoclear: u64,
-    /// Whether the host has in memory what first writes are written over.
-    pub(crate) copy_up_backoff: Backoff,
     owner: Owner,
     cache: Arc<PageCache>,
     /// Another one takes its place while no writer is inside.
@@ -118,7 +113,6 @@ impl Active {
             alloc,
             changes: Changes::new(header.cluster_bits),
             autoclear: 0,
-            copy_up_backoff: Backoff::default(),
             owner,
             cache,
             l1: ArcSwap::from_pointee(l1),
@@ -196,12 +190,6 @@ impl Active {
         self.tables.entries.encode_l2(entry)
     }
 
-    /// What a raw entry says of a cluster that is written in part; `None` for all others.
-    #[inline]
-    pub(crate) fn partial(&self, raw: RawEntry) -> Option<Partial> {
-        Partial::from_raw(raw, self.tables.geometry.cluster_bits)
-    }
-
     /// Excludes other changes of the entries of the cluster's page.
     pub(crate) fn lock_page(&self, cluster: u64) -> EntryGuard<'_> {
         self.locks.lock_page(cluster)
@@ -267,9 +255,6 @@ impl Active {
     /// The clusters that an entry refers to, to be freed when it is replaced.
     pub(crate) fn clusters_of(&self, raw: RawEntry) -> Result<Option<Freed>> {
         let len = self.tables.geometry.cluster_bits.size();
-        if let Some(Partial { host: at, .. }) = self.partial(raw) {
-            return Ok(Some(Freed { at, len }));
-        }
         Ok(match self.decode(raw)? {
             L2Entry::Compressed { host: at, len } => Some(Freed { at, len }),
             entry => entry.host().map(|at| Freed { at, len }),
@@ -355,7 +340,7 @@ impl Active {
                 let bytes = &mut bytes[..count * entries.entry_len()];
                 let at = table + within * entries.entry_len() as u64;
                 read(bytes, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
-                let found = entries.raw_entries(bytes).map(Partial::never_from_an_image);
+                let found = entries.raw_entries(bytes);
                 (cluster..).zip(found).for_each(|(cluster, raw)| self.put_entry(page, cluster, raw));
             }
             done += count;
@@ -373,15 +358,6 @@ impl Active {
         self.commit_if_due(noted)?;
         self.show(changed, guard);
         Ok(())
-    }
-
-    /// As [`Active::publish`], but that it is left to the caller to do what was noted asks for.
-    pub(crate) fn note(&self, changed: &[Change], freed: &[Freed], guard: &EntryGuard<'_>) -> Noted {
-        let noted = self.changes.note(&records(changed), freed);
-        if matches!(noted, Noted::Safe | Noted::MustCommit) {
-            self.show(changed, guard);
-        }
-        noted
     }
 
     /// Shows lookups what was noted.
@@ -521,22 +497,5 @@ impl Drop for NewClusters<'_> {
             // What cannot be given back is leaked.
             let _ = self.active.alloc.free(self.space.at, self.space.clusters << bits.get());
         }
-    }
-}
-
-/// Until this is dropped, no cluster becomes partial.
-#[derive(Debug)]
-pub(crate) struct Refusal(Arc<Active>);
-
-impl Refusal {
-    pub(crate) fn of(active: &Arc<Active>) -> Self {
-        active.changes.refuse_partials(1);
-        Self(Arc::clone(active))
-    }
-}
-
-impl Drop for Refusal {
-    fn drop(&mut self) {
-        self.0.changes.refuse_partials(-1);
     }
 }

@@ -14,15 +14,10 @@
 //! A cluster that an entry let go of stays as it is until the change is on stable storage and the requests that may
 //! still see it are done ([`Changes::take_reclaimable`]).
 //!
-//! Words of clusters that are written in part ([`crate::partial::Partial`]) are noted like entries, and stay noted: a commit
-//! takes them along to the next one, in memory and in the journal, until the cluster is whole. A flush makes them whole first, and leaves those that it cannot.
-//!
 //! Nothing is noted that is not in the journal: where that has no room, the caller commits, which begins the journal anew, and
 //! tries again ([`Changes::note_or_commit`]). So what a killed process leaves is never behind the image.
 //!
 //! Lock order: the commit lock, then the state's lock. The state's lock is never held during a flush.
-
-mod partials;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -36,8 +31,6 @@ use vmstrata_types::{ClusterBits, HostOffset};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::journal::{Journal, Record, Slot};
-use crate::partial::is_partial;
-use partials::{Partials, Welcome};
 
 /// Changes noted before a writer must commit them itself: bounds memory and journal.
 const MAX_NOTED: usize = 131_072;
@@ -64,7 +57,6 @@ pub(crate) struct Changes {
     asked: AtomicU64,
     /// A commit failed, or the journal broke; there will be no other commits.
     failed: AtomicBool,
-    welcome: Welcome,
 }
 
 #[derive(Debug)]
@@ -79,8 +71,6 @@ struct State {
     reclaimable: Vec<Freed>,
     /// When the oldest change of `open` was noted.
     since: Option<Instant>,
-    /// Their words are in `open`, and nothing is pending below them: the image has no entry for them.
-    partials: Partials,
     /// Why the journal took the last change not.
     refused: Option<io::Error>,
 }
@@ -99,8 +89,6 @@ pub(crate) enum Noted {
     Safe,
     /// Too much waits: commit before completing the request.
     MustCommit,
-    /// Nothing was noted: no cluster may begin to be written in part now.
-    Refused,
     /// Nothing was noted: the journal could not take it. A commit makes room.
     NoRoom,
 }
@@ -123,7 +111,6 @@ impl Changes {
             closing: Batch::default(),
             reclaimable: Vec::new(),
             since: None,
-            partials: Partials::default(),
             refused: None,
         };
         Self {
@@ -132,7 +119,6 @@ impl Changes {
             committing: Mutex::new(0),
             asked: AtomicU64::new(0),
             failed: AtomicBool::new(false),
-            welcome: Welcome::default(),
         }
     }
 
@@ -148,21 +134,11 @@ impl Changes {
     /// a journal.
     pub(crate) fn commit_each_change(&self, each: bool) {
         self.state.lock().commit_each = each;
-        self.welcome.never(each);
     }
 
     /// Notes changes whose data is written, and the clusters they let go of.
     pub(crate) fn note(&self, records: &[Record], freed: &[Freed]) -> Noted {
         let mut state = self.state.lock();
-        let begin = records.iter().filter(|record| partials::begins(record)).count();
-        if begin > 0 {
-            let is_pending = |record: &Record| state.is_pending(record.slot);
-            let over = records.iter().filter(|record| partials::begins(record)).any(is_pending);
-            assert!(!over, "a cluster is written in part over an entry that the image does not have yet");
-            if !state.admits_partials(begin) {
-                return Noted::Refused;
-            }
-        }
         if let Err(error) = state.journal.as_mut().map_or(Ok(()), |journal| journal.append(records)) {
             if state.is_journal_broken() {
                 self.failed.store(true, Ordering::SeqCst);
@@ -175,7 +151,6 @@ impl Changes {
             merge(&mut state.open.freed, run, self.bits);
         }
         state.since.get_or_insert_with(Instant::now);
-        state.partials.note(records, &self.welcome);
         let is_full = state.open.entries.len() >= MAX_NOTED;
         if is_full || state.commit_each { Noted::MustCommit } else { Noted::Safe }
     }
@@ -215,11 +190,6 @@ impl Changes {
             Some(journal) => error.in_file(journal.path()),
             None => error,
         }
-    }
-
-    /// Whether a change of this cluster's entry waits for a commit, or is being written by one.
-    pub(crate) fn is_pending(&self, cluster: u64) -> bool {
-        self.state.lock().is_pending(Slot::L2(cluster))
     }
 
     /// Puts noted entries for `clusters` over what the image says of them.
@@ -297,20 +267,15 @@ impl Changes {
     /// Closes the open batch; false when there is nothing in it.
     fn begin(&self) -> bool {
         let mut state = self.state.lock();
-        let stay = state.partials.records(&state.open.entries);
-        if state.open.entries.len() == stay.len() && state.refused.is_none() {
-            // What stays has been tried, and waits for its next turn.
-            state.since = (!stay.is_empty()).then(Instant::now);
+        if state.open.entries.is_empty() && state.refused.is_none() {
             return false;
         }
         // If the other half cannot be begun, this one goes on: longer, and as true.
-        if state.journal.as_mut().is_some_and(|journal| journal.turn(&stay).is_ok()) {
+        if state.journal.as_mut().is_some_and(|journal| journal.turn().is_ok()) {
             state.refused = None;
         }
         state.closing = std::mem::take(&mut state.open);
-        state.open.entries = stay.iter().map(|record| (record.slot, record.new)).collect();
-        state.since = (!stay.is_empty()).then(Instant::now);
-        state.closing.entries.retain(|_, raw| !is_partial(*raw));
+        state.since = None;
         true
     }
 
@@ -351,19 +316,8 @@ impl State {
         self.journal.as_ref().map_or(0, Journal::turn_now)
     }
 
-    fn is_pending(&self, slot: Slot) -> bool {
-        [&self.open, &self.closing].iter().any(|batch| batch.entries.contains_key(&slot))
-    }
-
     fn is_journal_broken(&self) -> bool {
         self.journal.as_ref().is_some_and(Journal::is_broken)
-    }
-
-    /// Whether so many more clusters may begin to be written in part: a commit must find room in the journal for all of them.
-    fn admits_partials(&mut self, more: usize) -> bool {
-        let staying = self.partials.len() + more;
-        let reserved = |journal: &mut Journal| journal.reserve(staying).is_ok();
-        self.partials.are_admitted() && self.journal.as_mut().is_none_or(reserved)
     }
 }
 
@@ -434,7 +388,7 @@ mod tests {
         assert_eq!(*log.0.borrow(), ["flush", "{L2(1): 1}", "flush"], "what was noted before, and no more");
         assert_eq!(found(), [change(2, 2)]);
         changes.note_or_commit(&[change(3, 3), change(4, 4)], &[], &log).unwrap_err();
-        assert!(!changes.is_pending(3), "too long for any half, and not made");
+        changes.overlay(3..5, |cluster, _| panic!("{cluster}: too long for any half, and not made"));
     }
 
     #[test]

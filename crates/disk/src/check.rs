@@ -108,9 +108,8 @@ fn pending(opened: &Opened, options: &CheckOptions) -> Result<Option<Pending>> {
     }
     let newest: BTreeMap<Slot, RawEntry> =
         found.records.iter().map(|record| (record.slot, record.new)).collect();
-    let bits = head.header.cluster_bits;
     let entries = head.header.entry_format();
-    let clusters = newest.into_iter().filter_map(|entry| host_of(entries, bits, entry).flatten());
+    let clusters = newest.into_iter().filter_map(|entry| host_of(entries, entry).flatten());
     Ok(Some(Pending { clusters: found.is_there.then(|| clusters.collect()) }))
 }
 

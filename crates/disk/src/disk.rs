@@ -41,7 +41,6 @@ use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
 use crate::throttle::{Limits, Throttle};
 use crate::workers::{CarryOut, Mailbox};
-use crate::write::Incomplete;
 use crate::zero::{Purpose, ZERO_CHUNK};
 use state::{Service, State};
 
@@ -118,7 +117,7 @@ impl Disk {
             let frozen = if below.is_empty() { None } else { Some(resources.share_map(below, index)?) };
             let depth = frozen.as_ref().map_or(0, |map| map.layers().len());
             let place = (index_of(depth), options.unflushed);
-            (open::open_top(top, place, || Ok(frozen.clone()), resources)?, frozen)
+            (open::open_top(top, place, resources)?, frozen)
         };
         let layers = Layers::new(size, top, frozen, resources);
         let disk = Arc::new(Self { lost_index, ..Self::over(path, options, layers) });
@@ -459,8 +458,7 @@ impl Disk {
     /// Brings everything written before the call to stable storage, with the tables that lead to it.
     ///
     /// # Errors
-    /// A host that cannot flush or write: the disk then takes no more writes. A layer that cannot be read below a cluster that
-    /// was written in part: all else is on stable storage, and it can be tried again.
+    /// A host that cannot flush or write: the disk then takes no more writes.
     pub fn flush(&self) -> Result<()> {
         if self.is_read_only() {
             return self.check_range(GuestRange::new(GuestOffset::ZERO, 0));
@@ -475,45 +473,9 @@ impl Disk {
         self.check_writable()
     }
 
-    /// As [`Disk::flush`], checked. What cannot be copied up, because what lies below it cannot be read, stays in memory and in
-    /// the journal; all else is on stable storage even then.
+    /// As [`Disk::flush`], checked.
     pub(super) fn commit(&self) -> Result<()> {
-        self.commit_completed(self.complete_all())
-    }
-
-    /// As [`Disk::commit`], but that copy-ups of bytes that are elsewhere stay deferred: who asks serves all disks.
-    fn commit_what_is_here(&self) -> Result<()> {
-        let layers = arc_swap::Guard::into_inner(self.layers_now());
-        self.commit_completed(layers.complete_each(&|cluster| match &layers.top {
-            Top::Qcow2(active) if self.may_be_absent() && !layers.is_here_below(active, cluster) => Ok(()),
-            _ => self.complete_one(&layers, cluster),
-        }))
-    }
-
-    fn commit_completed(&self, completed: Result<(), Incomplete>) -> Result<()> {
-        if let Err(Incomplete::Own(error)) = completed {
-            return Err(self.fail_if_fatal(error));
-        }
-        self.layers_now().commit().map_err(|error| self.fail(error))?;
-        completed.map_err(|why| self.fail_if_fatal(why.into()))
-    }
-
-    /// Copies up all that was put off before the call, as far as what lies below can be read.
-    pub(super) fn complete_all(&self) -> Result<(), Incomplete> {
-        let layers = arc_swap::Guard::into_inner(self.layers_now());
-        layers.complete_each(&|cluster| self.complete_one(&layers, cluster))
-    }
-
-    /// Makes a cluster of these layers' active one whole, by the layers that lie below it now.
-    pub(super) fn complete_one(&self, layers: &Layers, cluster: u64) -> Result<(), Incomplete> {
-        // Layers that are dropped meanwhile wait for it.
-        let _guard = self.epochs.guard();
-        let now = self.layers_now();
-        match (&layers.top, &now.top) {
-            (Top::Qcow2(active), Top::Qcow2(top)) if Arc::ptr_eq(active, top) => now.complete_one(cluster),
-            // Frozen meanwhile, and whole since then.
-            _ => Ok(()),
-        }
+        self.layers_now().commit().map_err(|error| self.fail(error))
     }
 
     /// Gives back clusters that nothing leads to any more, once no request can still see them.
@@ -528,7 +490,7 @@ impl Disk {
     /// Later requests fail; a second call does nothing.
     ///
     /// # Errors
-    /// What could not be flushed, copied up or written; the image is then as after a killed process, and the next
+    /// What could not be flushed or written; the image is then as after a killed process, and the next
     /// process to open it finds everything.
     pub fn close(&self) -> Result<()> {
         let _changing = self.change();
@@ -553,42 +515,6 @@ impl Disk {
 }
 
 impl Maintained for Disk {
-    fn deferred(&self) -> Vec<u64> {
-        let layers = self.layers_now();
-        let Top::Qcow2(active) = &layers.top else { return Vec::new() };
-        let mut clusters = active.changes.partials_to_copy();
-        if self.may_be_absent() {
-            // A flush has the rest fetched. Who asks serves all disks.
-            let _guard = self.epochs.guard();
-            clusters.retain(|&cluster| layers.is_here_below(active, cluster));
-        }
-        clusters
-    }
-
-    fn copy_up_some<'a>(&self, clusters: &'a [u64], until: Instant) -> &'a [u64] {
-        let _tending = self.tending.lock();
-        if self.state.service() != Service::Open {
-            return &[];
-        }
-        let layers = arc_swap::Guard::into_inner(self.layers_now());
-        let Top::Qcow2(active) = &layers.top else { return &[] };
-        let mut left = clusters;
-        while let [cluster, rest @ ..] = left
-            && Instant::now() < until
-        {
-            if let Err(why) = self.complete_one(&layers, *cluster) {
-                // The next commit tries it again.
-                active.partials_are_stuck(Some(&why));
-                if let Incomplete::Own(error) = why {
-                    self.fail_if_fatal(error);
-                    return &[];
-                }
-            }
-            left = rest;
-        }
-        left
-    }
-
     fn write_out(&self) -> bool {
         match &self.layers_now().top {
             Top::Qcow2(active) => active.write_out(),
@@ -604,8 +530,8 @@ impl Maintained for Disk {
             return;
         }
         if active.changes.waited(age) {
-            // The first failure was logged; the commit does what it can.
-            let _ = self.commit_what_is_here();
+            // A failure fails the disk, and is logged there.
+            let _ = self.commit();
         }
         if self.state.service() == Service::Open {
             self.reclaim(active);

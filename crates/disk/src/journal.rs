@@ -6,8 +6,8 @@
 //! recorded in a file that survives the process and not the machine (`/run` is memory), and replayed by the next
 //! server. After a power failure the journal is gone, and with it only what was never flushed.
 //!
-//! Two files, the halves, take turns. When a commit begins, new records go to the other half, which begins with what the
-//! commit leaves; when it is done, the first half is dropped.
+//! Two files, the halves, take turns. When a commit begins, new records go to the other half; when it is done, the first half is
+//! dropped.
 //!
 //! ```text
 //!   header, 64 bytes: magic, boot id, device, inode, turn, session, check
@@ -20,8 +20,7 @@
 //!   is not made.
 //! - The valid halves, in order of their turns, hold every value that a slot has had since the one the image holds, that one
 //!   included.
-//! - Both halves have room for what stays of a commit and for one publication more, so a full file system makes commits
-//!   frequent, and stops nothing.
+//! - Both halves have room for one publication, so a full file system makes commits frequent, and stops nothing.
 //!
 //! The second needs little of a failing write: a half is valid once its header is written, which is last; a record counts
 //! with its own turn only, so old ones behind the new ones are none. Where a write failed and what it left cannot be
@@ -60,8 +59,8 @@ const LEN_MAX: u64 = 64 << 20;
 const TOGETHER_MAX: u64 = 512;
 /// By so many bytes room is made.
 const ROOM_STEP: u64 = 4 << 10;
-/// Room that a half keeps when it is dropped: what the most partial clusters need, and one publication.
-const ROOM_KEPT: u64 = 1 << 20 | 128 << 10;
+/// Room that a half keeps when it is dropped.
+const ROOM_KEPT: u64 = 1 << 20;
 
 /// One change of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -307,46 +306,36 @@ impl Journal {
         Ok((Self { halves, current, turn, subject, len_max: LEN_MAX, is_broken: false }, found))
     }
 
-    /// Begins `session` with `staying`, the changes that are in no image yet. What was found remains, and is the journal for
-    /// as long as the image names the earlier session: drop it when that is over ([`Journal::drop_older`]).
+    /// Begins `session`. What was found remains, and is the journal for as long as the image names the earlier session: drop it
+    /// when that is over ([`Journal::drop_older`]).
     ///
     /// # Errors
     /// A file that cannot be written.
-    pub(crate) fn begin(&mut self, session: u64, staying: &[Record]) -> io::Result<()> {
+    pub(crate) fn begin(&mut self, session: u64) -> io::Result<()> {
         self.subject.session = session;
-        self.turn(staying)?;
-        self.reserve(staying.len())
+        self.turn()?;
+        self.halves[1 - self.current].make_room(room_for_one(&self.subject))
     }
 
-    /// Makes sure that `staying` records of a commit would have room.
-    ///
-    /// # Errors
-    /// A file system without room for them.
-    pub(crate) fn reserve(&mut self, staying: usize) -> io::Result<()> {
-        self.halves[1 - self.current].make_room(room_for(&self.subject, staying))
-    }
-
-    /// Begins a commit: later changes go to the other half, which begins with `staying`, those that the commit leaves.
+    /// Begins a commit: later changes go to the other half.
     ///
     /// # Errors
     /// A file that cannot be written; then the current half goes on.
-    pub(crate) fn turn(&mut self, staying: &[Record]) -> io::Result<()> {
+    pub(crate) fn turn(&mut self) -> io::Result<()> {
         self.check_sound()?;
         self.turn += 1;
         let (turn, other) = (self.turn, 1 - self.current);
-        let (header, seed) = (self.subject.header(turn), self.subject.seed(turn));
+        let header = self.subject.header(turn);
         let half = &mut self.halves[other];
-        half.make_room(room_for(&self.subject, staying.len()))?;
+        half.make_room(room_for_one(&self.subject))?;
         // Valid or not, the half is an older one until it has its new header.
         half.drop_header()?;
-        let records: Vec<u8> = staying.iter().flat_map(|record| record.encode(&self.subject, seed)).collect();
-        let written = half.store.write_all(&records, HostOffset::new(HEADER_LEN));
-        if let Err(error) = written.and_then(|()| half.store.write_all(&header, HostOffset::ZERO)) {
+        if let Err(error) = half.store.write_all(&header, HostOffset::ZERO) {
             // A half with a header of this turn would count as newer than the one that goes on.
             self.is_broken = half.drop_header().is_err();
             return Err(error);
         }
-        (half.turn, half.len) = (turn, HEADER_LEN + records.len() as u64);
+        (half.turn, half.len) = (turn, HEADER_LEN);
         self.current = other;
         Ok(())
     }
@@ -419,9 +408,9 @@ impl Journal {
     }
 }
 
-/// What a half needs to take `staying` records of a commit and one publication more.
-fn room_for(subject: &Subject, staying: usize) -> u64 {
-    HEADER_LEN + (staying as u64 + TOGETHER_MAX) * subject.record_len() as u64
+/// What a half needs to take one publication.
+fn room_for_one(subject: &Subject) -> u64 {
+    HEADER_LEN + TOGETHER_MAX * subject.record_len() as u64
 }
 
 #[cfg(test)]

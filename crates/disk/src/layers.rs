@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use vmstrata_qcow2::{L2Entry, RawEntry, SubclusterState};
+use vmstrata_qcow2::{L2Entry, SubclusterState};
 use vmstrata_store::{FileIdentity, LocalFile, OpenStore, Store};
 use vmstrata_types::{ClusterBits, GuestOffset, HostOffset, LayerIndex};
 
@@ -310,24 +310,9 @@ impl Layers {
                     _ => return self.below(at, len),
                 }
             }
-            Err(_) => return self.step_over_partial(active, raw, at, len),
+            Err(_) => Source::Damaged(active.index),
         };
         Some(Run { source, len })
-    }
-
-    /// The same where `raw` is no entry of the format: the cluster is written in part, or the entry damaged.
-    #[cold]
-    fn step_over_partial(&self, active: &Active, raw: RawEntry, at: GuestOffset, len: u64) -> Option<Run> {
-        let Some(partial) = active.partial(raw) else {
-            return Some(Run { source: Source::Damaged(active.index), len });
-        };
-        let part = partial.run(at.within(active.tables.geometry.cluster_bits));
-        let len = len.min(part.len);
-        if part.is_written {
-            Some(Run { source: Source::Data(active.index, partial.host + part.start), len })
-        } else {
-            self.below(at, len)
-        }
     }
 
     /// What the frozen layers have.
@@ -357,7 +342,7 @@ impl Layers {
                 Top::Qcow2(active) => {
                     let raw = active.entry(active.cluster_of(at))?;
                     // With subclusters an entry may say nothing of this place.
-                    if raw.is_empty() || active.has_subclusters() || active.partial(raw).is_some() {
+                    if raw.is_empty() || active.has_subclusters() {
                         self.locate_below(at, 1)?;
                     }
                 }

@@ -68,7 +68,6 @@ mod merging;
 mod names;
 mod observer;
 mod opener;
-mod partial;
 mod probe;
 mod queue;
 mod read;

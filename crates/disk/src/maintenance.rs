@@ -1,8 +1,6 @@
 //! The housekeeping thread: commits changes that no guest flushes, gives back clusters that no one uses, and has files written
 //! out while they grow.
 
-mod completer;
-
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -14,16 +12,8 @@ use vmstrata_store::FileId;
 use crate::error::Result;
 use crate::threads;
 
-use completer::Completer;
-
-/// What the threads do for a disk.
+/// What the thread does for a disk.
 pub(crate) trait Maintained: std::fmt::Debug + Send + Sync {
-    /// The clusters that are written in part, unless it is of no use now to copy up the rest.
-    fn deferred(&self) -> Vec<u64>;
-
-    /// Copies up what is missing of some of `clusters`, until a moment; returns those that are left.
-    fn copy_up_some<'a>(&self, clusters: &'a [u64], until: Instant) -> &'a [u64];
-
     /// Has the host begin to write out what the active layer has grown by, once that has rested since the last call; false
     /// when it has not grown since.
     fn write_out(&self) -> bool;
@@ -53,32 +43,21 @@ const COMMIT_AGE: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Maintenance {
     disks: Arc<Disks>,
-    /// None where nothing is copied before it must be.
-    completer: Option<Completer>,
     /// Wakes the thread, and ends it when this is dropped.
     wake: Sender<()>,
 }
 
 impl Maintenance {
-    /// Starts the threads; what first writes deferred is copied up after `copy_up_after`.
+    /// Starts the thread.
     ///
     /// # Errors
     /// A host that cannot start a thread.
-    pub(crate) fn new(copy_up_after: Option<Duration>) -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         let (wake, woken) = bounded(1);
         let disks: Arc<Disks> = Arc::default();
         let watched = Arc::clone(&disks);
         threads::start("maintenance", move || tend_all(&watched, &woken))?;
-        let completer = copy_up_after.map(|age| Completer::new(Arc::clone(&disks), age)).transpose()?;
-        Ok(Self { disks, completer, wake })
-    }
-
-    /// A cluster was written in part.
-    #[inline]
-    pub(crate) fn cluster_is_partial(&self) {
-        if let Some(completer) = &self.completer {
-            completer.wake();
-        }
+        Ok(Self { disks, wake })
     }
 
     /// A disk has a new layer, which is about to grow.

@@ -13,6 +13,7 @@ use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Tables;
 use crate::layers::{LayerRef, Layers};
 use crate::map::{Run, Source};
+use crate::write::Wait;
 
 impl Disk {
     /// Fills `into` with the disk's bytes from `at` on.
@@ -191,21 +192,33 @@ impl Layers {
         at: GuestOffset,
         into: &[Segment<'_>],
     ) -> Result<()> {
-        match active.decode(raw)? {
-            L2Entry::Unallocated => self.read_runs(at, into, |at, len| self.locate_below(at, len)),
-            L2Entry::Zero { .. } => {
-                fill_zero(into);
-                Ok(())
-            }
+        self.read_runs(at, into, |at, len| {
+            let run = self.find_old(active, raw, at, len, Wait::May)?;
+            Ok(run.expect("it may wait"))
+        })
+    }
+
+    /// Where the bytes at `at` lie that a cluster with the entry `raw` in the active layer has; `None` when looking takes waiting
+    /// and must not.
+    pub(crate) fn find_old(
+        &self,
+        active: &Active,
+        raw: RawEntry,
+        at: GuestOffset,
+        len: u64,
+        wait: Wait,
+    ) -> Result<Option<Run>> {
+        let source = match active.decode(raw)? {
+            L2Entry::Unallocated if wait == Wait::May => return self.locate_below(at, len).map(Some),
+            L2Entry::Unallocated => return Ok(self.below(at, len)),
+            L2Entry::Subclusters { .. } if wait == Wait::May => return self.locate(at, len).map(Some),
+            L2Entry::Subclusters { .. } => return Ok(self.lookup(at, len)),
+            L2Entry::Zero { .. } => Source::Zero(active.index),
             L2Entry::Data { host, .. } => {
-                let within = at.within(active.tables.geometry.cluster_bits);
-                self.read_data(active.index, host + within, into)
+                Source::Data(active.index, host + at.within(active.tables.geometry.cluster_bits))
             }
-            L2Entry::Subclusters { .. } => self.read_runs(at, into, |at, len| self.locate(at, len)),
-            L2Entry::Compressed { .. } => self
-                .read_compressed_cluster(active.index, raw, at, into)
-                .map(drop)
-                .map_err(|error| error.in_layer(active.index).in_file(&active.path)),
-        }
+            L2Entry::Compressed { .. } => Source::Compressed(active.index),
+        };
+        Ok(Some(Run { source, len }))
     }
 }

@@ -33,7 +33,7 @@ use crate::map::FrozenMap;
 use crate::zero::Purpose;
 use crate::{Format, Opened, Opener, ResourceOptions, Resources, Role};
 
-/// Blocks of the disk: each holds one number. A cluster has eight or sixteen parts, a part two or more blocks.
+/// Blocks of the disk: each holds one number.
 const BLOCK: u64 = 32;
 /// Clusters of the disk. With those of 512 bytes they need three L2 tables.
 const CLUSTERS: u64 = 136;
@@ -216,7 +216,6 @@ impl Shared {
             max_open_files: 16,
             workers: 1,
             journal_dir: Some(std::env::temp_dir()),
-            copy_up_after: None,
         };
         let resources = Resources::with_opener(options, Arc::clone(&opener) as _);
         let image = new_image(&CreateOptions { cluster_bits: bits, ..CreateOptions::new(size) }).unwrap();
@@ -249,7 +248,7 @@ impl Shared {
         let role = Role::Active(vmstrata_store::CacheMode::Host);
         let top = open_layer(Path::new("image"), role, Some(Format::Qcow2), &Gate::unrestricted(), opener)?;
         let size = top.size;
-        let top = open_top(top, (index_of(1), unflushed), || Ok(Some(Arc::clone(&map))), &self.resources)?;
+        let top = open_top(top, (index_of(1), unflushed), &self.resources)?;
         Ok(Layers::new(size, top, Some(map), &self.resources))
     }
 
@@ -294,16 +293,7 @@ impl World {
             0..12 => self.write(),
             12..17 => self.clear(),
             17..20 => self.tend(),
-            20..23 => drop(self.commit()),
-            23 => {
-                let flushed = self.layers.complete_all().is_ok() && self.commit().is_ok();
-                self.log.lock().push(format!("flush: {flushed}"));
-            }
-            24 => {
-                let cluster = self.random.random_range(0..USED);
-                let done = self.layers.complete_one(cluster);
-                self.log.lock().push(format!("complete {cluster}: {}", done.is_ok()));
-            }
+            20..25 => drop(self.commit()),
             25 => {
                 let left = [0, 64, 4096, 20480][self.random.random_range(0..4)];
                 let halves = self.files.halves.lock().clone();
@@ -522,7 +512,6 @@ fn run(shared: &Shared, seed: u64, log: &Log) {
         world.verify();
     }
     if world.random.random_bool(0.5) {
-        world.layers.complete_all().unwrap();
         world.commit().unwrap();
         leave_clean(world.active(), || ()).unwrap();
         world.check();
@@ -539,7 +528,6 @@ fn variable(name: &str) -> Option<u64> {
 fn a_killed_process_loses_nothing_that_completed() {
     let first = variable("VMSTRATA_SEED").unwrap_or(0);
     let count = variable("VMSTRATA_SEQUENCES").unwrap_or(1_000);
-    // Clusters of eight parts, and of sixteen: padded ones and such as are not.
     let shared = [9, 9, 9, 12].map(Shared::new);
     for seed in first..first + count {
         let log = Log::default();
@@ -550,35 +538,6 @@ fn a_killed_process_loses_nothing_that_completed() {
             std::panic::resume_unwind(panic);
         }
     }
-}
-
-/// A commit writes no word of a partial cluster: were the image's entry still that of before a discard, the cluster it leads to
-/// would be given back, and used again, below it.
-#[test]
-fn no_cluster_is_written_in_part_while_its_entry_is_pending() {
-    let shared = Shared::new(9);
-    let mut world = shared.world(0, &Log::default());
-    let (cluster, part) = (world.model.bits.size(), world.model.bits.size() / 8);
-    let write = |world: &World, len: u64| {
-        let mut bytes = 7_u32.to_le_bytes().repeat(len as usize / 4);
-        world.layers.write(GuestOffset::ZERO, &[Segment::from_mut(&mut bytes)]).unwrap();
-    };
-    write(&world, part);
-    assert_eq!(world.active().changes.partials(), [0], "over the base it is");
-    write(&world, cluster);
-    world.commit().unwrap();
-    // As if the layer had never had it: the entry becomes 0 where nothing lies below.
-    let old = world.active().entry(0).unwrap();
-    let page = world.active().lock_page(0);
-    let gone = crate::active::Change { cluster: 0, old, new: RawEntry::EMPTY };
-    let freed = world.active().clusters_of(old).unwrap();
-    world.active().publish(&[gone], freed.as_slice(), &page).unwrap();
-    drop(page);
-    write(&world, part);
-    assert!(world.active().changes.partials().is_empty(), "the image still has the old entry");
-    world.commit().unwrap();
-    world.tend();
-    world.check();
 }
 
 #[test]
@@ -593,4 +552,16 @@ fn two_entries_that_lead_to_one_cluster_are_not_taken_up() {
     assert_eq!(world.active().take_up(&[record(0)]).unwrap(), Ok(()));
     let refused = world.active().take_up(&[record(0), record(1)]).unwrap();
     assert!(matches!(refused, Err(crate::active::Mismatch::Shared { .. })), "{refused:?}");
+}
+
+#[test]
+fn a_cluster_that_an_older_version_wrote_in_part_is_refused_by_name() {
+    use crate::journal::{Record, Slot};
+    let shared = Shared::new(12);
+    let world = shared.world(0, &Log::default());
+    let slot = Slot::L2(3);
+    let new = RawEntry::standard(1 << 61 | 0x5000 | 0b1);
+    let refused = world.active().take_up(&[Record { slot, old: RawEntry::EMPTY, new }]).unwrap();
+    assert_eq!(refused, Err(crate::active::Mismatch::Partial { slot }));
+    assert!(refused.unwrap_err().to_string().contains("open the disk once with that version"));
 }

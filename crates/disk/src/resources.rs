@@ -4,7 +4,6 @@
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use vmstrata_store::{FileId, FileIdentity};
@@ -33,22 +32,11 @@ pub struct ResourceOptions {
     /// Where the volatile journals lie: a directory that a reboot empties. `None`: unflushed allocating writes
     /// are lost when the process is killed.
     pub journal_dir: Option<PathBuf>,
-    /// After how long clusters that were written in part are copied up if nothing needs them whole before; `None`: not.
-    pub copy_up_after: Option<Duration>,
 }
-
-/// Long enough for whoever writes a file from start to end.
-const COPY_UP_AFTER: Duration = Duration::from_millis(5);
 
 impl Default for ResourceOptions {
     fn default() -> Self {
-        Self {
-            metadata_cache_bytes: 64 << 20,
-            max_open_files: 4096,
-            workers: 4,
-            journal_dir: None,
-            copy_up_after: Some(COPY_UP_AFTER),
-        }
+        Self { metadata_cache_bytes: 64 << 20, max_open_files: 4096, workers: 4, journal_dir: None }
     }
 }
 
@@ -110,7 +98,7 @@ impl Resources {
             files: Arc::new(FileTable::new(opener, options.max_open_files)),
             clusters: ClusterCache::default(),
             workers: Workers::new(options.workers)?,
-            maintenance: Maintenance::new(options.copy_up_after)?,
+            maintenance: Maintenance::new()?,
             journal_dir: options.journal_dir,
             layers: Mutex::default(),
             maps: Mutex::default(),

@@ -1,26 +1,23 @@
 //! Writing: in place where the active layer owns the cluster, else into a new cluster, with what the request does not
 //! cover copied up.
 //!
-//! [`allocate`] writes what needs new clusters; [`partial`] writes a part of a new cluster and defers the copy-up; [`complete`]
-//! makes it up. With [`subclusters`] a part of a cluster needs none. [`guarded`] keeps headers of images off raw disks.
+//! [`allocate`] writes new clusters whole, [`subclusters`] writes parts of clusters that have them; what either copies up,
+//! [`edges`] reads. [`guarded`] keeps headers of images off raw disks.
 
 mod allocate;
-mod complete;
-mod partial;
+mod edges;
 mod subclusters;
 
 use std::cell::RefCell;
 
 use vmstrata_qcow2::probe::PROBE_LEN;
 use vmstrata_qcow2::{ImageFormat, L2Entry, RawEntry, SubclusterState};
-use vmstrata_store::{AlignedBuf, LocalFile, Segment, SegmentVec, Store, copy_to_slice, slice, total_len};
+use vmstrata_store::{AlignedBuf, LocalFile, Segment, Store, copy_to_slice, slice, total_len};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
-use crate::active::Active;
+use crate::active::{Active, EntryGuard, NewClusters};
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layers::{HeaderGuard, Layers, RawTop, Top};
-
-pub(crate) use complete::Incomplete;
 
 thread_local! {
     /// Where a thread puts together what it writes to new clusters.
@@ -69,13 +66,6 @@ impl Piece {
     }
 }
 
-/// Bytes around a request that are copied up with it.
-#[derive(Clone, Copy, Debug)]
-struct Edges {
-    head: usize,
-    tail: usize,
-}
-
 impl Layers {
     /// As [`crate::Disk::write`], checked and entered.
     pub(crate) fn write(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
@@ -100,8 +90,8 @@ impl Layers {
             && self.write_active(active, at, from, Wait::MustNot).is_ok_and(|written| written)
     }
 
-    /// Writes to the active layer: what it owns in place, else parts of new clusters, else whole new clusters. False when
-    /// the rest would have to wait and must not.
+    /// Writes to the active layer: what it owns in place, else parts of clusters, else whole new clusters. False when the
+    /// rest would have to wait and must not.
     fn write_active(
         &self,
         active: &Active,
@@ -115,20 +105,13 @@ impl Layers {
             let here = at + done as u64;
             let rest = slice(from, done, len - done);
             let Some(mut wrote) = self.write_in_place(active, here, &rest, wait)? else { return Ok(false) };
-            if wrote == 0 && active.has_subclusters() {
-                let Some(part) = self.write_subclusters(active, here, &rest, wait)? else { return Ok(false) };
-                done += part;
-                continue;
-            }
             if wrote == 0 {
-                let Some(part) = self.write_partial(active, here, &rest, wait)? else { return Ok(false) };
+                let part = match active.has_subclusters() {
+                    true => self.write_subclusters(active, here, &rest, wait)?,
+                    false => self.write_allocating(active, here, &rest, wait)?,
+                };
+                let Some(part) = part else { return Ok(false) };
                 wrote = part;
-            }
-            if wrote == 0 {
-                if wait == Wait::MustNot {
-                    return Ok(false);
-                }
-                wrote = self.write_allocating(active, here, &rest)?;
             }
             done += wrote;
         }
@@ -160,31 +143,6 @@ impl Layers {
         }
     }
 
-    /// Writes `part`, which belongs at `at`, with its edges, as the first and the last of `old` had them; `write` puts all of it
-    /// where it belongs.
-    fn write_with_edges(
-        &self,
-        active: &Active,
-        (at, part): (GuestOffset, &[Segment<'_>]),
-        edges: Edges,
-        old: (RawEntry, RawEntry),
-        write: impl Fn(&[Segment<'_>]) -> Result<()>,
-    ) -> Result<()> {
-        if edges.head + edges.tail == 0 {
-            return write(part);
-        }
-        with_scratch(edges.head + edges.tail, |scratch| {
-            let (head, tail) = scratch.split_at_mut(edges.head);
-            self.copy_up(active, old.0, GuestOffset::new(at.get() - edges.head as u64), head)?;
-            self.copy_up(active, old.1, at + total_len(part) as u64, tail)?;
-            let mut segments: SegmentVec<'_> = SegmentVec::new();
-            segments.extend((!head.is_empty()).then(|| Segment::from_mut(head)));
-            segments.extend_from_slice(part);
-            segments.extend((!tail.is_empty()).then(|| Segment::from_mut(tail)));
-            write(&segments)
-        })
-    }
-
     /// Where the bytes at `at` may be overwritten, and how many, from memory alone.
     ///
     /// `None` when the page is not in memory; a length of 0 when a cluster must be allocated first.
@@ -214,10 +172,7 @@ impl Layers {
                         _ => break,
                     }
                 }
-                _ => match written_part(active, raw, within) {
-                    Some(part) => part,
-                    None => break,
-                },
+                _ => break,
             };
             let host = host + within;
             if found == 0 {
@@ -270,13 +225,33 @@ impl Layers {
     }
 }
 
-/// Where a cluster lies that is written in part, and how many bytes from `within` on may be overwritten; `None` for other
-/// clusters, and where nothing may be.
-#[cold]
-fn written_part(active: &Active, raw: RawEntry, within: u64) -> Option<(HostOffset, u64)> {
-    let partial = active.partial(raw)?;
-    let part = partial.run(within);
-    part.is_written.then_some((partial.host, part.len))
+/// Locks a cluster and returns its entry; `None` when that takes waiting and must not.
+fn lock_entry(active: &Active, cluster: u64, wait: Wait) -> Result<Option<(EntryGuard<'_>, RawEntry)>> {
+    if wait == Wait::MustNot {
+        return Ok(active.try_lock_cluster(cluster).and_then(|guard| Some((guard, active.lookup(cluster)?))));
+    }
+    let guard = active.lock_cluster(cluster)?;
+    let raw = active.entry_locked(cluster, &guard)?;
+    Ok(Some((guard, raw)))
+}
+
+/// Makes sure of the table for a cluster's entry; false when that takes waiting and must not.
+fn ensure_table(active: &Active, cluster: u64, wait: Wait) -> Result<bool> {
+    match wait {
+        Wait::May => active.ensure_table(cluster).map_err(|error| error.in_file(&active.path)).map(|()| true),
+        Wait::MustNot => Ok(active.try_ensure_table(cluster).is_some()),
+    }
+}
+
+/// Allocates up to `count` clusters, with a table for their entries; `None` when that takes waiting and must not.
+fn new_clusters(active: &Active, (first, count): (u64, u64), wait: Wait) -> Result<Option<NewClusters<'_>>> {
+    if !ensure_table(active, first, wait)? {
+        return Ok(None);
+    }
+    match wait {
+        Wait::May => active.allocate(count).map(Some),
+        Wait::MustNot => Ok(active.try_allocate()),
+    }
 }
 
 impl RawTop {

@@ -152,7 +152,7 @@ impl Layers {
         let first = part.start.within(bits) >> unit.get();
         let count = part.len >> unit.get();
         let cleared = (u32::MAX >> (u64::from(Subclusters::COUNT) - count)) << first;
-        let nothing_below = self.was_zero(active, RawEntry::EMPTY, part.start, part.len as usize)?;
+        let nothing_below = self.is_nothing_below(part.start, part.len)?;
         // As if the layer had never had them, or as zeros.
         let forgets = purpose == Purpose::Cut || nothing_below && purpose != Purpose::Zero;
         let zero = match (forgets, nothing_below) {
@@ -169,20 +169,21 @@ impl Layers {
         Ok(Cleared::Must(L2Entry::of_subclusters(host, copied && host.is_some(), states)))
     }
 
+    /// Whether what of a range is on the disk would read as zeros if the active layer had none of it.
+    fn is_nothing_below(&self, at: GuestOffset, len: u64) -> Result<bool> {
+        self.is_zero_below(at, len.min(self.size.saturating_sub(at.get())))
+    }
+
     /// The entry that makes a cluster read as zeros.
     fn cleared(&self, active: &Active, cluster: u64, old: RawEntry, purpose: Purpose) -> Result<Cleared> {
         let bits = active.tables.geometry.cluster_bits;
         let at = GuestOffset::new(cluster << bits.get());
         let has_zero_flag = active.tables.version >= 3;
-        let entry = match active.partial(old) {
-            // What it was to be is of no interest any more.
-            Some(partial) => L2Entry::Data { host: partial.host, copied: true },
-            None => active.decode(old)?,
-        };
-        if entry == L2Entry::Unallocated && self.was_zero(active, old, at, bits.size() as usize)? {
+        let entry = active.decode(old)?;
+        let nothing_below = self.is_nothing_below(at, bits.size())?;
+        if entry == L2Entry::Unallocated && nothing_below {
             return Ok(Cleared::Already);
         }
-        let nothing_below = self.was_zero(active, RawEntry::EMPTY, at, bits.size() as usize)?;
         Ok(match (entry, purpose) {
             (L2Entry::Zero { host: None, .. }, _) | (L2Entry::Unallocated, Purpose::Cut) => Cleared::Already,
             (L2Entry::Zero { host: Some(_), .. }, Purpose::Zero) => Cleared::Already,

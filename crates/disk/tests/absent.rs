@@ -5,9 +5,9 @@ mod common;
 use common::elsewhere::{CHUNK, CHUNKS, Elsewhere, byte_of, disk, disk_on};
 use common::flat::{read, write};
 use common::io::Client;
-use common::stock::{content, path_str, qemu_img};
+use common::stock::{path_str, qemu_img};
 use common::wait::wait_until;
-use common::{open_read_only, random, scratch};
+use common::{random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Format, Op};
@@ -130,7 +130,6 @@ fn reads_of_compressed_clusters_wait_without_a_thread() {
 fn writes_that_copy_up_wait_without_a_thread() {
     let (_dir, elsewhere, disk) = disk();
     let mut client = Client::new(&disk, 1024);
-    // Less than what may be left for later.
     let push = |client: &mut Client, number: u64| {
         client.push(Op::Write { fua: false }, number * CHUNK + 512, 512, Some(&[0xee; 512]))
     };
@@ -140,52 +139,4 @@ fn writes_that_copy_up_wait_without_a_thread() {
         let old = [byte_of(number); 512];
         assert!(found == [old, [0xee; 512], old, old].concat(), "chunk {number}");
     }
-}
-
-#[test]
-fn a_flush_has_what_it_copies_up_fetched_and_waits_without_a_thread() {
-    let (dir, elsewhere, disk) = disk();
-    let mut client = Client::new(&disk, 1024);
-    for number in 0..COUNT {
-        client.push(Op::Write { fua: false }, number * CHUNK, LEN, Some(&[0xee; LEN as usize]));
-    }
-    assert!(client.drain().iter().all(|done| done.result.is_ok()), "first writes wait for nothing");
-    let flush = client.push(Op::Flush, 0, 0, None);
-    client.submit();
-    wait_until("copy-ups to be asked for", || elsewhere.waiting() > 0);
-    *elsewhere.is_lost.lock().unwrap() = true;
-    elsewhere.answer();
-    let done = client.drain();
-    let error = done[0].result.as_ref().unwrap_err().to_string();
-    assert!(done[0].token == flush && error.contains("base.raw"), "{error}");
-    *elsewhere.is_lost.lock().unwrap() = false;
-    client.push(Op::Flush, 0, 0, None);
-    client.submit();
-    wait_until("copy-ups to be asked for again", || elsewhere.waiting() > 0);
-    let passes = client.push(Op::Discard, (CHUNKS - 1) * CHUNK, CHUNK, None);
-    assert_eq!(client.wait()[0].token, passes);
-    assert!(elsewhere.answering(|| client.drain())[0].result.is_ok());
-    drop(client);
-    disk.close().unwrap();
-    drop(disk);
-    let found = content(&dir.path().join("disk"), "qcow2");
-    for number in 0..COUNT {
-        let cluster = &found[(number * CHUNK) as usize..][..CHUNK as usize];
-        let (new, old) = cluster.split_at(LEN as usize);
-        assert!(new.iter().all(|&byte| byte == 0xee), "chunk {number}");
-        assert!(old.iter().all(|&byte| byte == byte_of(number)), "chunk {number}");
-    }
-}
-
-#[test]
-fn what_no_guest_flushes_is_committed_while_copy_ups_wait() {
-    let (dir, elsewhere, disk) = disk();
-    write(&disk, 0, &[0xee; LEN as usize]).unwrap();
-    write(&disk, CHUNK, &[0xee; CHUNK as usize]).unwrap();
-    wait_until("a commit without a flush", || {
-        let left = dir.path().join("left");
-        std::fs::copy(dir.path().join("disk"), &left).unwrap();
-        read(&open_read_only(&left), CHUNK, 1).unwrap() == [0xee]
-    });
-    assert_eq!(elsewhere.waiting(), 0);
 }

@@ -121,7 +121,6 @@ fn a_changed_layer_fails_the_disk_by_its_name() {
     }
 }
 
-/// What a first write deferred would be copied up from the changed layer.
 #[test]
 fn a_copy_up_from_a_changed_layer_fails_the_disk() {
     let (chain, mut expected) = five_layers();

@@ -51,7 +51,6 @@ impl Run {
             max_open_files: 2,
             workers: 1,
             journal_dir: Some(self.journal_dir.clone()),
-            copy_up_after: Some(std::time::Duration::from_millis(1)),
         });
         // A raw disk must be named as one: its guest may write anything to its start.
         let format = self.made.is_raw.then_some(Format::Raw);

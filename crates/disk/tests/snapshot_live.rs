@@ -226,8 +226,7 @@ fn first_writes_after_a_snapshot_need_no_worker() {
     let path = dir.path().join("disk.img");
     let size = Some(SIZE);
     vmstrata_disk::create(&path, &CreateOptions { size, ..CreateOptions::default() }).unwrap();
-    // No copying up that a write could meet.
-    let resources = Resources::new(ResourceOptions { copy_up_after: None, ..ResourceOptions::default() });
+    let resources = Resources::new(ResourceOptions::default());
     let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();
     let mut model = vec![0; SIZE as usize];
     let mut client = Client::new(&disk, 16);

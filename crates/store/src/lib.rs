@@ -64,8 +64,8 @@ pub use planted::plant;
 pub use prefetch::prefetch;
 pub use ring::{PinnedFile, Ring, RingCompletion, RingFile, io_uring_refused};
 pub use segment::{
-    AlignedBuf, PADDING_MAX, Segment, SegmentVec, are_zero, copy_from_slice, copy_to_slice, fill_zero,
-    is_zero, slice, total_len,
+    AlignedBuf, Segment, SegmentVec, are_zero, copy_from_slice, copy_to_slice, fill_zero, is_zero, slice,
+    total_len,
 };
 pub use share::on_threads;
 pub use view::{View, major_faults};
@@ -89,27 +89,6 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// # Errors
     /// Whatever the medium reports; any part may have been written.
     fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()>;
-
-    /// Writes `len` bytes at `at`: `segments`, and zeros on both sides so that they begin `within` bytes into it.
-    ///
-    /// # Errors
-    /// As [`Store::write_segments`].
-    ///
-    /// # Panics
-    /// When the segments do not fit, or a side has more than [`PADDING_MAX`] bytes.
-    fn write_padded(
-        &self,
-        segments: &[Segment<'_>],
-        at: HostOffset,
-        within: usize,
-        len: usize,
-    ) -> io::Result<()> {
-        let mut padded = SegmentVec::new();
-        padded.push(Segment::zeros(within));
-        padded.extend_from_slice(segments);
-        padded.push(Segment::zeros(len - within - total_len(segments)));
-        self.write_segments(&padded, at)
-    }
 
     /// Returns once everything written before the call is on stable storage.
     ///

@@ -119,17 +119,6 @@ mod tests {
     }
 
     #[test]
-    fn padding_is_zeros_on_both_sides() {
-        let store = MemoryStore::from_vec(vec![0xff; 9]);
-        let (mut one, mut two) = (*b"ab", *b"c");
-        let segments = [Segment::from_mut(&mut one), Segment::from_mut(&mut two)];
-        store.write_padded(&segments, HostOffset::new(1), 2, 7).unwrap();
-        assert_eq!(store.to_vec(), b"\xff\0\0abc\0\0\xff");
-        store.write_padded(&segments, HostOffset::new(6), 0, 3).unwrap();
-        assert_eq!(store.to_vec(), b"\xff\0\0abcabc");
-    }
-
-    #[test]
     fn holes_and_cuts_leave_zeros() {
         let store = MemoryStore::from_vec(b"abcdef".to_vec());
         store.punch_hole(HostOffset::new(4), 100).unwrap();

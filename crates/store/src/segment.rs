@@ -20,9 +20,6 @@ unsafe impl Send for Segment<'_> {}
 // SAFETY: as above; a shared segment allows nothing that an owned one does not.
 unsafe impl Sync for Segment<'_> {}
 
-/// Most zeros that [`crate::Store::write_padded`] writes on one side.
-pub const PADDING_MAX: usize = 64 << 10;
-
 /// The segments of one request; four fit without allocation.
 pub type SegmentVec<'mem> = SmallVec<[Segment<'mem>; 4]>;
 
@@ -44,12 +41,6 @@ impl<'mem> Segment<'mem> {
     /// A segment over `buf` that must only be written from, never read into: hence not public.
     pub(crate) fn from_ref(buf: &'mem [u8]) -> Self {
         Self(libc::iovec { iov_base: buf.as_ptr().cast_mut().cast(), iov_len: buf.len() }, PhantomData)
-    }
-
-    /// `len` zeros, at most [`PADDING_MAX`]; as [`Segment::from_ref`].
-    pub(crate) fn zeros(len: usize) -> Self {
-        static ZEROS: [u8; PADDING_MAX] = [0; PADDING_MAX];
-        Self::from_ref(&ZEROS[..len])
     }
 
     /// Bytes in the segment.

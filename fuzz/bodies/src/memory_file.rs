@@ -58,7 +58,6 @@ impl MemoryFile {
             workers: 1,
             journal_dir: journal_dir.map(Path::to_owned),
             // The same bytes do the same each time.
-            copy_up_after: None,
         };
         let resources = Resources::with_opener(options, Arc::new(self.clone()));
         Disk::open(Path::new(NAME), &open, &resources)

@@ -5,8 +5,8 @@
 //!   a cluster  to change that cluster's entry and no other          excludes the page, and that cluster
 //! ```
 //!
-//! After a snapshot a guest writes to many clusters of few pages, while a thread copies up what it left. With one lock for
-//! the page the two would be in each other's way at every seventh write.
+//! After a snapshot a guest writes to many clusters of few pages, through several queues: with one lock for the page these would
+//! be in each other's way.
 //!
 //! Lock order: the page, then the cluster.
 

@@ -6,13 +6,16 @@ use std::sync::atomic::Ordering;
 
 use vmstrata_qcow2::entry::{COPIED, EntryFormat};
 use vmstrata_qcow2::{L2Entry, RawEntry};
-use vmstrata_types::{ClusterBits, HostOffset};
+use vmstrata_types::HostOffset;
 
-use super::{Active, Change, Partial};
+use super::{Active, Change};
 use crate::changes::Freed;
 use crate::error::Result;
 use crate::journal::{Record, Slot};
 use crate::layer::table_of;
+
+/// A word that older versions had in place of the entry of a cluster that they had written in part: 1 in its top bits.
+const PARTIAL_SHIFT: u32 = 61;
 
 impl Active {
     /// Takes up what a killed process left in its journal, if the image is still what it was then.
@@ -26,20 +29,22 @@ impl Active {
         for record in found {
             histories.entry(record.slot).or_default().extend([record.old, record.new]);
         }
-        let bits = self.tables.geometry.cluster_bits;
         let mut newest = Vec::with_capacity(histories.len());
         let mut led_to = HashMap::with_capacity(histories.len());
         for (&slot, history) in &histories {
             let last = *history.last().expect("two values a record");
+            if matches!(slot, Slot::L2(_)) && !self.has_subclusters() && last.word >> PARTIAL_SHIFT == 1 {
+                return Ok(Err(Mismatch::Partial { slot }));
+            }
             let now = match slot {
                 Slot::L1(index) => self.l1_entry(index).map(RawEntry::standard),
                 Slot::L2(cluster) if self.is_in_own_table(cluster, &histories) => Some(self.entry(cluster)?),
                 Slot::L2(_) => None,
             };
-            let Some(new) = now.and_then(|now| self.newest(history, now)) else {
+            if !now.is_some_and(|now| history.contains(&now)) {
                 return Ok(Err(Mismatch::Entry { slot, now }));
-            };
-            if let Some(host) = host_of(self.tables.entries, bits, (slot, last)) {
+            }
+            if let Some(host) = host_of(self.tables.entries, (slot, last)) {
                 let refcount = host.map_or(Ok(0), |host| self.alloc.refcount(host))?;
                 // Where only bits of subclusters changed, others may use the cluster too.
                 let is_l2 = matches!(slot, Slot::L2(_));
@@ -51,25 +56,13 @@ impl Active {
                     return Ok(Err(Mismatch::Shared { slots: [other, slot], host }));
                 }
             }
-            newest.push((slot, new));
+            newest.push((slot, last));
         }
         // Pages were filled through the old tables.
         self.owner.forget_pages();
         // Slots are in order, L1 first: L2 entries may be in tables that they lead to.
         newest.into_iter().try_for_each(|(slot, new)| self.take_up_one(slot, new))?;
         Ok(Ok(()))
-    }
-
-    /// What an entry with this history is to be; `None` if it is something else `now`.
-    fn newest(&self, history: &[RawEntry], now: RawEntry) -> Option<RawEntry> {
-        let last = *history.last()?;
-        match self.partial(last) {
-            // An earlier replay made the cluster whole, and was killed after it wrote the entry.
-            Some(partial) if now == partial.complete() => Some(now),
-            // Nothing was pending when it began: the image has no entry for it.
-            Some(_) => now.is_empty().then_some(last),
-            None => history.contains(&now).then_some(last),
-        }
     }
 
     fn take_up_one(&self, slot: Slot, new: RawEntry) -> Result<()> {
@@ -112,16 +105,9 @@ impl Active {
 }
 
 /// The cluster that a journal's entry leads to, if to any; `Some(None)` for an entry that vmstrata never writes.
-pub(crate) fn host_of(
-    entries: EntryFormat,
-    bits: ClusterBits,
-    (slot, raw): (Slot, RawEntry),
-) -> Option<Option<HostOffset>> {
+pub(crate) fn host_of(entries: EntryFormat, (slot, raw): (Slot, RawEntry)) -> Option<Option<HostOffset>> {
     if let Slot::L1(_) = slot {
         return entries.l1(raw.word).map_or(Some(None), |entry| entry.table.map(Some));
-    }
-    if let Some(partial) = Partial::from_raw(raw, bits) {
-        return Some(Some(partial.host));
     }
     match entries.l2(raw) {
         Ok(L2Entry::Compressed { .. }) | Err(_) => Some(None),
@@ -132,6 +118,11 @@ pub(crate) fn host_of(
 /// Why a journal is not about its image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mismatch {
+    /// An older version wrote a cluster in part, and recorded what no image can have.
+    Partial {
+        /// The cluster's entry.
+        slot: Slot,
+    },
     /// The image has an entry that the journal knows nothing of.
     Entry {
         /// Which entry.
@@ -160,6 +151,12 @@ pub enum Mismatch {
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Partial { slot } => {
+                write!(
+                    f,
+                    "it was left by an older version, which wrote the cluster of {slot} in part: open the disk once with that version"
+                )
+            }
             Self::Entry { slot, now: Some(now) } => {
                 write!(f, "the image's {slot} is {now}, which the journal knows nothing of")
             }

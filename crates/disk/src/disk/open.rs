@@ -18,13 +18,11 @@ use crate::journal::{Journal, Record, Subject};
 use crate::layer::Layer;
 use crate::layers::{Layers, RawTop, Top, index_of};
 use crate::loading::Chain;
-use crate::map::FrozenMap;
 use crate::opener::{Opened, Opener, Role};
 use crate::resources::Resources;
 use crate::session::{BootId, SESSION_MASK, new_session};
-use crate::write::Incomplete;
 
-/// Makes the top file ready for writes; `below` is asked for what lies below it where that is needed.
+/// Makes the top file ready for writes.
 ///
 /// # Errors
 /// A file that cannot be used or repaired; a journal of a killed process that is missing or does not fit, unless what it has
@@ -32,7 +30,6 @@ use crate::write::Incomplete;
 pub(crate) fn open_top(
     top: OpenTop,
     (index, unflushed): (LayerIndex, Unflushed),
-    below: impl FnOnce() -> Result<Option<Arc<FrozenMap>>>,
     resources: &Arc<Resources>,
 ) -> Result<Top> {
     let OpenTop { path, opened, head, is_probed, .. } = top;
@@ -68,7 +65,6 @@ pub(crate) fn open_top(
     active.autoclear = distrust_bitmaps(&active, &head, identity.len).map_err(in_file)?;
     let old = header.autoclear.bits() & SESSION_MASK;
     let mut active = Arc::new(active);
-    let layers = || Ok(Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), below()?, resources));
     let (journal, new) = match resources.journal_dir() {
         None => {
             refuse_missing(old, None, unflushed).map_err(in_file)?;
@@ -76,7 +72,7 @@ pub(crate) fn open_top(
         }
         Some(dir) => {
             let opener = &**resources.files().opener();
-            let (journal, new) = take_over(&active, dir, (old, unflushed), layers, opener)?;
+            let (journal, new) = take_over(&active, dir, (old, unflushed), opener)?;
             (Some(journal), new)
         }
     };
@@ -91,15 +87,13 @@ pub(crate) fn open_top(
     Ok(Top::Qcow2(active))
 }
 
-/// Opens the image's journal, takes up what the process of session `old` left in it, and begins a new session with what cannot
-/// be brought to the image. Returns the new session. `layers` are the image's and those below it.
+/// Opens the image's journal, takes up what the process of session `old` left in it, and begins a new session, which it returns.
 ///
 /// The journal of the old session is one until the image names the new one: a process may be killed in between.
 fn take_over(
     active: &Active,
     dir: &Path,
     (old, unflushed): (u64, Unflushed),
-    layers: impl FnOnce() -> Result<Layers>,
     opener: &dyn Opener,
 ) -> Result<(Journal, u64)> {
     let in_file = |error: Error| error.in_file(&active.path);
@@ -108,7 +102,7 @@ fn take_over(
     let subject = Subject { image: active.identity.file, boot, session: old, is_extended };
     let (mut journal, found) = Journal::open(dir, subject, opener)?;
     if found.is_there {
-        recover(active, dir, (&found.records, unflushed), layers).map_err(in_file)?;
+        recover(active, dir, (&found.records, unflushed)).map_err(in_file)?;
     } else {
         refuse_missing(old, Some((dir, boot)), unflushed).map_err(in_file)?;
         if old == 0 && found.of_other_sessions > 0 {
@@ -116,7 +110,7 @@ fn take_over(
         }
     }
     let new = boot.new_session();
-    let begun = journal.begin(new, &active.changes.partial_records());
+    let begun = journal.begin(new);
     begun.while_trying("write the volatile journal").map_err(|error| error.in_file(journal.path()))?;
     Ok((journal, new))
 }
@@ -144,13 +138,8 @@ fn refuse_missing(session: u64, place: Option<(&Path, BootId)>, unflushed: Unflu
     }
 }
 
-/// Takes up the journal of a killed process. Clusters in part whose rest cannot be read stay as they are.
-fn recover(
-    active: &Active,
-    dir: &Path,
-    (found, unflushed): (&[Record], Unflushed),
-    layers: impl FnOnce() -> Result<Layers>,
-) -> Result<()> {
+/// Takes up the journal of a killed process.
+fn recover(active: &Active, dir: &Path, (found, unflushed): (&[Record], Unflushed)) -> Result<()> {
     if found.is_empty() {
         return Ok(());
     }
@@ -164,13 +153,6 @@ fn recover(
                 Ok(())
             }
         };
-    }
-    if !active.changes.partials().is_empty() {
-        match layers()?.complete_all() {
-            Err(Incomplete::Own(error)) => return Err(error),
-            // It was logged.
-            Ok(()) | Err(Incomplete::Below(..)) => {}
-        }
     }
     active.changes.commit(active)?;
     tracing::info!(disk = %active.path.display(), changes = found.len(), "took up the writes of a killed process");
@@ -186,10 +168,6 @@ const SEARCHED_CLUSTERS_MAX: u64 = 8 << 20;
 ///
 /// Not being able to is no reason to refuse the disk: the clusters stay leaked.
 fn free_leaks(active: &Active) -> bool {
-    if !active.changes.partials().is_empty() {
-        // Only the journal leads to those.
-        return false;
-    }
     let disk = active.path.display();
     let free = || -> Result<Option<u64>> {
         active.reclaim(|| ())?;
@@ -300,15 +278,7 @@ pub(super) fn finish_snapshot(
         return Err(Error::from(ErrorKind::Changed).in_file(&path));
     }
     let (index, size) = (index_of(below.len()), backing.size);
-    let mut asked = None;
-    let map = || {
-        asked = if below.is_empty() { None } else { Some(resources.share_map(below, None)?) };
-        Ok(asked.clone())
-    };
-    let top = open_top(backing, (index, unflushed), map, resources)?;
-    let layers = Layers::new(size, top, asked, resources);
-    // A frozen layer has whole clusters only. Where one is not, what lies below was asked for.
-    layers.complete_all()?;
+    let layers = Layers::new(size, open_top(backing, (index, unflushed), resources)?, None, resources);
     layers.commit()?;
     if let Top::Qcow2(active) = &layers.top {
         leave_clean(active, || ())?;

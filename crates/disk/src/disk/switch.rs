@@ -19,7 +19,6 @@ use vmstrata_types::MAX_LAYERS;
 use super::Disk;
 use super::finalize::PendingFinalize;
 use super::open::open_top;
-use crate::active::Refusal;
 use crate::active::session::{FEATURES_SINCE, end_session};
 use crate::chain::{Unflushed, open_layer};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
@@ -44,8 +43,6 @@ pub(super) struct Switch<'disk> {
     /// What was active, once the change is made.
     pending: PendingFinalize,
     after: Unpublished,
-    /// A frozen layer has whole clusters only.
-    _refusal: Option<Refusal>,
 }
 
 /// Layers over a new overlay, until they are a disk's. If they never are, the overlay's journal goes with them.
@@ -70,9 +67,8 @@ impl<'disk> Switch<'disk> {
         disk.check_changeable()?;
         let before = arc_swap::Guard::into_inner(disk.layers_now());
         let after = disk.layers_over(&before, names)?;
-        let refusal = disk.keep_complete(&before)?;
         let pending = PendingFinalize { before, path: names.frozen.to_owned() };
-        Ok(Self { disk, pending, after, _refusal: refusal })
+        Ok(Self { disk, pending, after })
     }
 
     /// Makes the changes at one instant: writers of all these disks are held meanwhile. The overlays have the disks' names,
@@ -121,23 +117,12 @@ impl Disk {
             Arc::clone(self.resources.files()),
         )?);
         let place = (index_of(depth), Unflushed::Keep);
-        let top = open_top(overlay, place, || Ok(Some(Arc::clone(&map))), &self.resources)?;
+        let top = open_top(overlay, place, &self.resources)?;
         let mut after = Layers::new(before.size, top, Some(map), &self.resources);
         after.before = Some(Arc::clone(before));
         let after = Unpublished(Some(after));
         make_ready(&after).map_err(|error| error.in_file(names.overlay))?;
         Ok(after)
-    }
-
-    /// Makes every cluster whole; it stays so until what is returned is dropped.
-    fn keep_complete(&self, layers: &Layers) -> Result<Option<Refusal>> {
-        let Top::Qcow2(active) = &layers.top else { return Ok(None) };
-        let complete_all = || self.complete_all().map_err(|why| self.fail_if_fatal(why.into()));
-        // Most while others may still be written in part.
-        complete_all()?;
-        let refusal = Refusal::of(active);
-        complete_all()?;
-        Ok(Some(refusal))
     }
 
     /// Brings what was active to stable storage, and lets others read it as a file that was closed.

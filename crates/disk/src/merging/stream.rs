@@ -99,7 +99,7 @@ impl Layers {
             if need == Need::Data {
                 let page = active.lock_page(first);
                 for cluster in first..first + count {
-                    let raw = self.complete_entry(active, cluster, &page)?;
+                    let raw = active.entry_locked(cluster, &page)?;
                     clusters += u64::from(active.decode(raw)? == L2Entry::Unallocated);
                 }
             }
@@ -228,7 +228,7 @@ impl Layers {
         let page = active.lock_page(first);
         let mut old: Vec<RawEntry> = Vec::new();
         for cluster in first..first + count {
-            let raw = self.complete_entry(active, cluster, &page)?;
+            let raw = active.entry_locked(cluster, &page)?;
             if active.decode(raw)? != L2Entry::Unallocated {
                 break;
             }

@@ -8,10 +8,9 @@ use std::sync::Arc;
 
 use vmstrata_qcow2::L2Entry;
 use vmstrata_store::OpenStore;
-use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
+use vmstrata_types::{GuestRange, HostOffset, LayerIndex};
 
 use crate::absent::Absent;
-use crate::active::Active;
 use crate::layers::{Layers, Top};
 use crate::map::Source;
 use crate::request::{Op, Request};
@@ -39,30 +38,10 @@ impl Layers {
         let range = request.range;
         match request.op {
             Op::Read | Op::Prefetch => self.add_absent(range, &mut absent),
-            Op::Write { fua: flushes } | Op::WriteZeroes { fua: flushes, .. } => {
-                self.add_absent_around(range, &mut absent);
-                if flushes {
-                    self.add_absent_below_partials(&mut absent);
-                }
-            }
-            Op::Flush => self.add_absent_below_partials(&mut absent),
-            Op::Discard => {}
+            Op::Write { .. } | Op::WriteZeroes { .. } => self.add_absent_around(range, &mut absent),
+            Op::Flush | Op::Discard => {}
         }
         absent
-    }
-
-    /// Whether all that lies below a cluster of the active layer is here.
-    pub(crate) fn is_here_below(&self, active: &Active, cluster: u64) -> bool {
-        let mut absent = Vec::new();
-        self.add_absent(self.range_of(active, cluster), &mut absent);
-        absent.is_empty()
-    }
-
-    /// The bytes of the disk that a cluster of the active layer has.
-    fn range_of(&self, active: &Active, cluster: u64) -> GuestRange {
-        let bits = active.tables.geometry.cluster_bits;
-        let start = GuestOffset::new(cluster << bits.get());
-        GuestRange::new(start, bits.size().min(self.size.saturating_sub(start.get())))
     }
 
     /// What a read of a range lacks.
@@ -100,31 +79,17 @@ impl Layers {
         }
     }
 
-    /// What a write of a range copies up, in its first and its last cluster, before it is answered.
+    /// What a write of a range copies up, in its first and its last cluster or subcluster.
     fn add_absent_around(&self, range: GuestRange, absent: &mut Vec<Absent>) {
         let Top::Qcow2(active) = &self.top else { return };
-        let bits = active.tables.geometry.cluster_bits;
+        let unit = active.tables.geometry.unit();
         let mut last = None;
         for edge in [range.start, range.end()] {
-            let (start, cluster) = (edge.align_down(bits), active.cluster_of(edge));
-            if edge == start || last.replace(cluster) == Some(cluster) {
-                continue;
+            let start = edge.align_down(unit);
+            if edge != start && last.replace(start) != Some(start) {
+                let len = unit.size().min(self.size.saturating_sub(start.get()));
+                self.add_absent(GuestRange::new(start, len), absent);
             }
-            let from = start.max(range.start);
-            if !self.defers_copy_up(active, from, range.end() - from) {
-                self.add_absent(self.range_of(active, cluster), absent);
-            }
-        }
-    }
-
-    /// What copy-ups lack that a flush has to make first.
-    fn add_absent_below_partials(&self, absent: &mut Vec<Absent>) {
-        let Top::Qcow2(active) = &self.top else { return };
-        for cluster in active.changes.partials() {
-            if absent.len() >= AT_ONCE {
-                return;
-            }
-            self.add_absent(self.range_of(active, cluster), absent);
         }
     }
 }

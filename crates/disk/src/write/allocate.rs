@@ -4,11 +4,12 @@
 //! Runs of clusters that need space are allocated, written and published together.
 
 use vmstrata_qcow2::{L2Entry, RawEntry};
-use vmstrata_store::{Segment, slice, total_len};
-use vmstrata_types::{GuestOffset, HostOffset};
+use vmstrata_store::{Segment, SegmentVec, slice, total_len};
+use vmstrata_types::GuestOffset;
 
-use super::Edges;
-use crate::active::{Active, Change, EntryGuard};
+use super::edges::{Around, Edge};
+use super::{Wait, ensure_table, new_clusters};
+use crate::active::{Active, Change, EntryGuard, NewClusters};
 use crate::alloc::Allocated;
 use crate::changes::Freed;
 use crate::error::{IoContext as _, Result};
@@ -19,39 +20,48 @@ const RUN_BYTES: u64 = 2 << 20;
 
 impl Layers {
     /// Allocates, writes and publishes a run of clusters at the start of the request; returns how many of its bytes
-    /// were written, 0 when someone else was faster.
+    /// were written, 0 when someone else was faster, `None` when that takes waiting and must not.
     pub(super) fn write_allocating(
         &self,
         active: &Active,
         at: GuestOffset,
         from: &[Segment<'_>],
-    ) -> Result<usize> {
+        wait: Wait,
+    ) -> Result<Option<usize>> {
         let bits = active.tables.geometry.cluster_bits;
         let first = active.cluster_of(at);
-        let page = active.lock_page(first);
+        let guard = match wait {
+            Wait::May => Some(active.lock_page(first)),
+            Wait::MustNot => active.try_lock_cluster(first),
+        };
+        let Some(guard) = guard else { return Ok(None) };
         let len = (total_len(from) as u64).min(RUN_BYTES);
-        let clusters = match active.has_subclusters() {
+        let clusters = match (wait, active.has_subclusters()) {
+            (Wait::MustNot, _) => 1,
             // Of others a part is written.
-            true => len / bits.size(),
-            false => (at.within(bits) + len).div_ceil(bits.size()),
+            (Wait::May, true) => len / bits.size(),
+            (Wait::May, false) => (at.within(bits) + len).div_ceil(bits.size()),
         };
         let wanted = clusters.min(active.run_limit(first));
-        let mut old = self.entries_to_allocate(active, first, wanted, &page)?;
-        if old.is_empty() {
-            return Ok(0);
-        }
-        active.ensure_table(first).map_err(|error| error.in_file(&active.path))?;
-        let kept = self.kept_cluster(active, old[0])?;
-        let new = if kept.is_none() { Some(active.allocate(old.len() as u64)?) } else { None };
-        let space = kept.or(new.as_deref().copied()).expect("the one or the other");
-        old.truncate(space.clusters as usize);
-        let bytes = self.write_new(active, at, from, space, &old)?;
-        publish_new(active, first, space.at, &old, kept.is_none(), &page)
-            .map_err(|error| error.in_file(&active.path))?;
-        if let Some(new) = new {
-            new.keep();
-        }
-        Ok(bytes)
+        let old = self.entries_to_allocate(active, first, wanted, &guard)?;
+        let (Some(&first_old), Some(&last_old)) = (old.first(), old.last()) else {
+            return Ok((wait == Wait::May).then_some(0));
+        };
+        let head = at.within(bits) as usize;
+        let bytes = total_len(from).min((old.len() << bits.get()) - head);
+        let tail = (old.len() << bits.get()) - head - bytes;
+        let around = Around { head: (head, first_old), tail: (tail, last_old) };
+        self.with_edges(active, (at, bytes), around, wait, |before, behind| {
+            let Some(space) = self.space_for(active, first, &old, wait)? else { return Ok(None) };
+            let old = &old[..space.at().clusters as usize];
+            // What lies behind belongs to the last of them.
+            let bytes = bytes.min((old.len() << bits.get()) - head);
+            let behind = Some(behind).filter(|_| old.len() << bits.get() > head + bytes);
+            write_new(active, &slice(from, 0, bytes), space.at(), (head, before, behind))?;
+            publish_new(active, first, &space, old, &guard)?;
+            space.keep();
+            Ok(Some(bytes))
+        })
     }
 
     /// The raw entries of clusters from `first` on, up to the first that may be overwritten in place, or in part.
@@ -60,18 +70,11 @@ impl Layers {
         active: &Active,
         first: u64,
         count: u64,
-        page: &EntryGuard<'_>,
+        guard: &EntryGuard<'_>,
     ) -> Result<SmallRaws> {
         let mut old = SmallRaws::new();
         for cluster in first..first + count {
-            let raw = if cluster == first {
-                self.complete_entry(active, cluster, page)?
-            } else {
-                active.entry_locked(cluster, page)?
-            };
-            if active.partial(raw).is_some() {
-                break;
-            }
+            let raw = active.entry_locked(cluster, guard)?;
             let is_own = matches!(
                 active.decode(raw)?,
                 L2Entry::Data { copied: true, .. } | L2Entry::Subclusters { host: Some(_), copied: true, .. }
@@ -84,81 +87,40 @@ impl Layers {
         Ok(old)
     }
 
-    /// A cluster that a zero entry keeps for just this.
-    fn kept_cluster(&self, active: &Active, raw: RawEntry) -> Result<Option<Allocated>> {
-        Ok(match active.decode(raw)? {
-            L2Entry::Zero { host: Some(at), copied: true } => {
-                Some(Allocated { at, clusters: 1, zeroed: false })
-            }
-            _ => None,
-        })
-    }
-
-    /// Writes new clusters whole; returns how many of the request's bytes are in them.
-    fn write_new(
+    /// Where clusters with these entries go: to the cluster that a zero entry keeps for just this, or to new ones, perhaps fewer.
+    fn space_for<'a>(
         &self,
-        active: &Active,
-        at: GuestOffset,
-        from: &[Segment<'_>],
-        space: Allocated,
+        active: &'a Active,
+        first: u64,
         old: &[RawEntry],
-    ) -> Result<usize> {
-        let bits = active.tables.geometry.cluster_bits;
-        let cluster = bits.size() as usize;
-        let head = at.within(bits) as usize;
-        let bytes = total_len(from).min(old.len() * cluster - head);
-        let tail = old.len() * cluster - head - bytes;
-        let mut edges = Edges { head, tail };
-        if space.zeroed {
-            // Nothing to copy up, nothing to write: the new clusters read as zeros already.
-            if head > 0 && self.was_zero(active, old[0], at.align_down(bits), head)? {
-                edges.head = 0;
-            }
-            if tail > 0 && self.was_zero(active, old[old.len() - 1], at + bytes as u64, tail)? {
-                edges.tail = 0;
-            }
+        wait: Wait,
+    ) -> Result<Option<Space<'a>>> {
+        if let L2Entry::Zero { host: Some(at), copied: true } = active.decode(old[0])? {
+            let kept = Allocated { at, clusters: 1, zeroed: false };
+            return Ok(ensure_table(active, first, wait)?.then_some(Space::Kept(kept)));
         }
-        let skipped = (head - edges.head) as u64;
-        let part = slice(from, 0, bytes);
-        let host = space.at + skipped;
-        self.write_with_edges(active, (at, &part), edges, (old[0], old[old.len() - 1]), |segments| {
-            let written = active.store.write_segments(segments, host).while_trying("write");
-            written.map_err(|error| error.at(host).in_file(&active.path))
-        })?;
-        Ok(bytes)
+        Ok(new_clusters(active, (first, old.len() as u64), wait)?.map(Space::New))
+    }
+}
+
+/// Clusters to be written whole.
+enum Space<'a> {
+    Kept(Allocated),
+    New(NewClusters<'a>),
+}
+
+impl Space<'_> {
+    fn at(&self) -> Allocated {
+        match self {
+            Self::Kept(space) => *space,
+            Self::New(space) => **space,
+        }
     }
 
-    /// Reads what a cluster held before; past the end of the disk there are zeros.
-    pub(crate) fn copy_up(
-        &self,
-        active: &Active,
-        raw: RawEntry,
-        at: GuestOffset,
-        into: &mut [u8],
-    ) -> Result<()> {
-        let there = self.size.saturating_sub(at.get()).min(into.len() as u64) as usize;
-        into[there..].fill(0);
-        if there == 0 {
-            return Ok(());
-        }
-        self.read_old(active, raw, at, &[Segment::from_mut(&mut into[..there])])
-    }
-
-    /// Whether a part of a cluster is known to have been zeros.
-    pub(crate) fn was_zero(
-        &self,
-        active: &Active,
-        raw: RawEntry,
-        at: GuestOffset,
-        len: usize,
-    ) -> Result<bool> {
-        match active.decode(raw)? {
-            L2Entry::Zero { .. } => Ok(true),
-            L2Entry::Unallocated => {
-                let len = self.size.saturating_sub(at.get()).min(len as u64);
-                self.is_zero_below(at, len)
-            }
-            _ => Ok(false),
+    /// Entries lead to all of them now.
+    fn keep(self) {
+        if let Self::New(space) = self {
+            space.keep();
         }
     }
 }
@@ -166,24 +128,40 @@ impl Layers {
 /// Raw entries of the clusters of a run.
 type SmallRaws = smallvec::SmallVec<[RawEntry; 32]>;
 
-/// Publishes new clusters from `host` on in place of what the `old` entries lead to.
+/// Writes `part`, which begins `head` bytes into `space`, with what lies around it.
+fn write_new(
+    active: &Active,
+    part: &[Segment<'_>],
+    space: Allocated,
+    (head, before, behind): (usize, Edge<'_>, Option<Edge<'_>>),
+) -> Result<()> {
+    let before = before.to_write(space.zeroed);
+    let host = if before.is_some() { space.at } else { space.at + head as u64 };
+    let mut segments: SegmentVec<'_> = SegmentVec::new();
+    segments.extend(before);
+    segments.extend_from_slice(part);
+    segments.extend(behind.and_then(|behind| behind.to_write(space.zeroed)));
+    let written = active.store.write_segments(&segments, host).while_trying("write");
+    written.map_err(|error| error.at(host).in_file(&active.path))
+}
+
+/// Publishes clusters in `space` in place of what the `old` entries lead to.
 fn publish_new(
     active: &Active,
     first: u64,
-    host: HostOffset,
+    space: &Space<'_>,
     old: &[RawEntry],
-    frees_old: bool,
-    page: &EntryGuard<'_>,
+    guard: &EntryGuard<'_>,
 ) -> Result<()> {
     let mut changed: smallvec::SmallVec<[Change; 4]> = smallvec::SmallVec::new();
     let mut freed: Vec<Freed> = Vec::new();
     for (number, &raw) in old.iter().enumerate() {
-        let host = host + ((number as u64) << active.tables.geometry.cluster_bits.get());
+        let host = space.at().at + ((number as u64) << active.tables.geometry.cluster_bits.get());
         let new = active.encode(L2Entry::Data { host, copied: true });
         changed.push(Change { cluster: first + number as u64, old: raw, new });
-        if frees_old {
+        if matches!(space, Space::New(_)) {
             freed.extend(active.clusters_of(raw)?);
         }
     }
-    active.publish(&changed, &freed, page)
+    active.publish(&changed, &freed, guard).map_err(|error| error.in_file(&active.path))
 }

@@ -5,11 +5,11 @@
 //! has no data yet may be written where it will lie.
 
 use vmstrata_qcow2::{L2Entry, RawEntry, SubclusterState, Subclusters};
-use vmstrata_store::{Segment, copy_to_slice, slice, total_len};
+use vmstrata_store::{Segment, SegmentVec, copy_to_slice, slice, total_len};
 use vmstrata_types::{GuestOffset, HostOffset};
 
-use super::partial::{lock_entry, new_cluster};
-use super::{Edges, Piece, Wait, with_scratch};
+use super::edges::Around;
+use super::{Piece, Wait, ensure_table, lock_entry, new_clusters, with_scratch};
 use crate::active::{Active, Change, EntryGuard, NewClusters};
 use crate::error::{Error, IoContext as _, Result};
 use crate::layers::Layers;
@@ -27,9 +27,9 @@ impl Layers {
         let bits = active.tables.geometry.cluster_bits;
         let is_whole = at.is_aligned(bits) && total_len(from) as u64 >= bits.size();
         if is_whole && wait == Wait::May {
-            let wrote = self.write_allocating(active, at, from)?;
-            if wrote > 0 {
-                return Ok(Some(wrote));
+            let wrote = self.write_allocating(active, at, from, wait)?;
+            if wrote > Some(0) {
+                return Ok(wrote);
             }
         }
         let piece = Piece::first(active, at, total_len(from));
@@ -70,32 +70,27 @@ impl Layers {
         let head = if has_data(piece.within / unit) { 0 } else { piece.within % unit };
         let last = (piece.end() - 1) / unit;
         let tail = if has_data(last) { 0 } else { (last + 1) * unit - piece.end() };
-        if wait == Wait::MustNot && head + tail > 0 {
-            return Ok(None);
-        }
-        let new = match old.own_host() {
-            Some(_) if wait == Wait::MustNot => match active.try_ensure_table(piece.cluster) {
-                Some(()) => None,
-                None => return Ok(None),
-            },
-            Some(_) => {
-                active.ensure_table(piece.cluster).map_err(|error| error.in_file(&active.path))?;
-                None
-            }
-            None => match new_cluster(active, piece.cluster, wait)? {
-                Some(new) => Some(new),
-                None => return Ok(None),
-            },
-        };
-        let host = old.own_host().or(new.as_ref().map(|new| new.at)).expect("the one or the other");
-        let place = host + (piece.within - head) as u64;
         let at = piece.start + piece.within as u64;
-        self.write_with_edges(active, (at, from), Edges { head, tail }, (old.raw, old.raw), |segments| {
-            let written = self.overwrite(&*active.store, segments, place).while_trying("write");
-            written.map_err(|error| error.at(place).in_file(&active.path))
-        })?;
-        self.publish_subclusters(active, piece, (host, old), new, guard)?;
-        Ok(Some(piece.len))
+        let around = Around { head: (head, old.raw), tail: (tail, old.raw) };
+        self.with_edges(active, (at, piece.len), around, wait, |before, behind| {
+            let (host, new) = match old.own_host() {
+                Some(host) if ensure_table(active, piece.cluster, wait)? => (host, None),
+                Some(_) => return Ok(None),
+                None => match new_clusters(active, (piece.cluster, 1), wait)? {
+                    Some(new) => (new.at, Some(new)),
+                    None => return Ok(None),
+                },
+            };
+            let place = host + (piece.within - head) as u64;
+            let mut segments: SegmentVec<'_> = SegmentVec::new();
+            segments.extend(before.to_write(false));
+            segments.extend_from_slice(from);
+            segments.extend(behind.to_write(false));
+            let written = self.overwrite(&*active.store, &segments, place).while_trying("write");
+            written.map_err(|error| error.at(place).in_file(&active.path))?;
+            self.publish_subclusters(active, piece, (host, old), new, guard)?;
+            Ok(Some(piece.len))
+        })
     }
 
     /// Writes a piece into a new cluster, with all that has data in the old one, which others use, or which is compressed.
@@ -107,7 +102,7 @@ impl Layers {
         old: Old,
         guard: &EntryGuard<'_>,
     ) -> Result<usize> {
-        let new = new_cluster(active, piece.cluster, Wait::May)?.expect("it may wait");
+        let new = new_clusters(active, (piece.cluster, 1), Wait::May)?.expect("it may wait");
         let unit = active.tables.geometry.unit().size() as usize;
         let (host, needed) =
             (new.at, Subclusters { allocated: old.states.allocated | touched(active, piece), zero: 0 });

@@ -46,13 +46,8 @@ impl FaultyFiles {
     /// Those of the least size, with journals in a directory.
     pub fn resources_with(self: &Arc<Self>, journal_dir: Option<PathBuf>) -> Arc<Resources> {
         // Nothing happens by itself: the same operation fails in each run.
-        let options = ResourceOptions {
-            metadata_cache_bytes: 0,
-            max_open_files: 16,
-            workers: 1,
-            journal_dir,
-            copy_up_after: None,
-        };
+        let options =
+            ResourceOptions { metadata_cache_bytes: 0, max_open_files: 16, workers: 1, journal_dir };
         Resources::with_opener(options, Arc::clone(self) as Arc<dyn Opener>)
     }
 }

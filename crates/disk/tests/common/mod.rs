@@ -83,7 +83,6 @@ pub fn small_resources(journal_dir: Option<&Path>) -> Arc<Resources> {
         workers: 2,
         journal_dir: journal_dir.map(Path::to_owned),
         // All the time.
-        copy_up_after: Some(Duration::from_millis(1)),
     })
 }
 

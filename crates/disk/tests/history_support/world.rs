@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use rand::Rng as _;
 use rand::rngs::SmallRng;
@@ -262,7 +261,6 @@ pub(super) fn serving(dir: &Path, random: &mut SmallRng) -> Arc<Resources> {
         max_open_files: 64,
         workers: 1,
         journal_dir: Some(dir.join("journals")),
-        copy_up_after: random.random::<bool>().then_some(Duration::from_millis(1)),
     })
 }
 
