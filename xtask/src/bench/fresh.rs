@@ -202,6 +202,9 @@ fn full(size: u64, kind: Kind, dir: &Path) -> Result<PathBuf> {
     Ok(manifest.top(&dir))
 }
 
+/// How `vmstrata create` makes the overlay of a snapshot.
+const AS_A_SNAPSHOT: [&str; 5] = ["create", "--subclusters", "--cluster-size", "128K", "-b"];
+
 /// Who writes to overlays, and how the overlay is made.
 const OVERLAYS: [(&str, Kind, &[&str]); 3] = [
     ("vmstrata", Kind::Vmstrata, &[]),
@@ -220,8 +223,7 @@ fn first_writes(options: &Options, dir: &Path, report: &mut Report) -> Result<()
         for ((_, kind, flags), rates) in order {
             let path = base.with_file_name("overlay.qcow2");
             if *kind == Kind::Vmstrata {
-                // As a snapshot makes it.
-                timed(Command::new(vmstrata()).args(["create", "-b"]).arg(&base).arg(&path))?;
+                timed(Command::new(vmstrata()).args(AS_A_SNAPSHOT).arg(&base).arg(&path))?;
             } else {
                 let mut create = Command::new("qemu-img");
                 create.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b"]).arg(&base);
@@ -258,7 +260,7 @@ fn counted(dir: &Path, report: &mut Report) -> Result<()> {
             .arg(&base)
             .arg(LARGE.to_string()),
     )?;
-    made(Command::new(vmstrata()).args(["create", "-b"]).arg(&base).arg(&path))?;
+    made(Command::new(vmstrata()).args(AS_A_SNAPSHOT).arg(&base).arg(&path))?;
     let mut side = Side::start(Kind::Vmstrata, &path)?;
     let server = side.server.as_ref().context("a server")?;
     let (pid, control) = (server.id(), server.control());
