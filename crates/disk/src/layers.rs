@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use vmstrata_qcow2::{L2Entry, SubclusterState};
+use vmstrata_qcow2::{L2Entry, RawEntry, SubclusterState};
 use vmstrata_store::{FileIdentity, LocalFile, OpenStore, Store};
 use vmstrata_types::{ClusterBits, GuestOffset, HostOffset, LayerIndex};
 
@@ -286,10 +286,15 @@ impl Layers {
     /// The part of a run that one cluster of the active layer answers for.
     #[inline]
     fn step_over(&self, active: &Active, at: GuestOffset, len: u64) -> Option<Run> {
+        self.step_in(active, active.lookup(active.cluster_of(at))?, at, len)
+    }
+
+    /// The same by the cluster's raw entry.
+    #[inline]
+    pub(crate) fn step_in(&self, active: &Active, raw: RawEntry, at: GuestOffset, len: u64) -> Option<Run> {
         let bits = active.tables.geometry.cluster_bits;
         let within = at.within(bits);
         let len = len.min(bits.size() - within);
-        let raw = active.lookup(active.cluster_of(at))?;
         let source = match active.tables.entries.l2(raw) {
             Ok(L2Entry::Data { host, .. }) => Source::Data(active.index, host + within),
             Ok(L2Entry::Unallocated) => return self.below(at, len),

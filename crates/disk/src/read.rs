@@ -183,42 +183,50 @@ impl Layers {
         }
     }
 
-    /// Fills `into` with what the cluster held before, given its raw entry in the active layer. For copy-on-write,
-    /// under the lock of the cluster or its page.
+    /// Fills `into` with what clusters held before, given the raw entry that each has in the active layer. For copy-on-write: the
+    /// caller has them locked, so no entry is asked for.
+    ///
+    /// # Errors
+    /// An entry that is damaged; a layer that cannot be read.
     pub(crate) fn read_old(
         &self,
         active: &Active,
-        raw: RawEntry,
+        raw: impl Fn(u64) -> RawEntry,
         at: GuestOffset,
         into: &[Segment<'_>],
     ) -> Result<()> {
+        let first = raw(active.cluster_of(at));
+        if let L2Entry::Compressed { .. } = active.decode(first)? {
+            return self
+                .read_compressed_cluster(active.index, first, at, into)
+                .map(drop)
+                .map_err(|error| error.in_layer(active.index).in_file(&active.path));
+        }
         self.read_runs(at, into, |at, len| {
-            let run = self.find_old(active, raw, at, len, Wait::May)?;
+            let run = self.find_old(active, &raw, at, len, Wait::May)?;
             Ok(run.expect("it may wait"))
         })
     }
 
-    /// Where the bytes at `at` lie that a cluster with the entry `raw` in the active layer has; `None` when looking takes waiting
-    /// and must not.
+    /// Where the bytes at `at` lie that [`Layers::read_old`] reads; `None` when looking takes waiting and must not.
+    ///
+    /// # Errors
+    /// As [`Layers::read_old`].
     pub(crate) fn find_old(
         &self,
         active: &Active,
-        raw: RawEntry,
+        raw: impl Fn(u64) -> RawEntry,
         at: GuestOffset,
         len: u64,
         wait: Wait,
     ) -> Result<Option<Run>> {
-        let source = match active.decode(raw)? {
-            L2Entry::Unallocated if wait == Wait::May => return self.locate_below(at, len).map(Some),
-            L2Entry::Unallocated => return Ok(self.below(at, len)),
-            L2Entry::Subclusters { .. } if wait == Wait::May => return self.locate(at, len).map(Some),
-            L2Entry::Subclusters { .. } => return Ok(self.lookup(at, len)),
-            L2Entry::Zero { .. } => Source::Zero(active.index),
-            L2Entry::Data { host, .. } => {
-                Source::Data(active.index, host + at.within(active.tables.geometry.cluster_bits))
+        let step = |at, len| self.step_in(active, raw(active.cluster_of(at)), at, len);
+        loop {
+            let run = Run::of_steps(at, len, step);
+            if run.is_some() || wait == Wait::MustNot {
+                return Ok(run);
             }
-            L2Entry::Compressed { .. } => Source::Compressed(active.index),
-        };
-        Ok(Some(Run { source, len }))
+            self.locate_below(at, 1)?;
+        }
     }
 }

@@ -142,13 +142,11 @@ impl Layers {
         purpose: Purpose,
     ) -> Result<Cleared> {
         let (bits, unit) = (active.tables.geometry.cluster_bits, active.tables.geometry.unit());
-        let (host, copied, old) = match active.decode(old)? {
-            L2Entry::Compressed { .. } => return Ok(Cleared::Write),
-            L2Entry::Data { host, copied } => (Some(host), copied, Subclusters::ALLOCATED),
-            L2Entry::Zero { host, copied } => (host, copied, Subclusters::ZERO),
-            L2Entry::Subclusters { host, copied, states } => (host, copied, states),
-            L2Entry::Unallocated => (None, false, Subclusters::default()),
-        };
+        let entry = active.decode(old)?;
+        if matches!(entry, L2Entry::Compressed { .. }) {
+            return Ok(Cleared::Write);
+        }
+        let (copied, old) = (entry.own_host().is_some(), entry.states());
         let first = part.start.within(bits) >> unit.get();
         let count = part.len >> unit.get();
         let cleared = (u32::MAX >> (u64::from(Subclusters::COUNT) - count)) << first;
@@ -165,7 +163,7 @@ impl Layers {
         if states == old {
             return Ok(Cleared::Already);
         }
-        let host = host.filter(|_| states.allocated != 0 || purpose == Purpose::Zero);
+        let host = entry.host().filter(|_| states.allocated != 0 || purpose == Purpose::Zero);
         Ok(Cleared::Must(L2Entry::of_subclusters(host, copied && host.is_some(), states)))
     }
 

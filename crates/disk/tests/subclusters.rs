@@ -170,3 +170,40 @@ fn guest_clusters_that_share_a_host_cluster_are_told_apart() {
         assert!(content(&path, "qcow2") == model, "killed: {is_killed}");
     }
 }
+
+/// Copying up asks for no entry while one is locked: its page may have gone meanwhile.
+#[test]
+fn parts_of_subclusters_are_written_while_pages_of_entries_come_and_go() {
+    const STEP: u64 = 4 << 20;
+    const PAGES: u64 = 256;
+    let dir = scratch();
+    let path = dir.path().join("disk.qcow2");
+    let cluster_bits = ClusterBits::from_size(16 << 10).unwrap();
+    let options = CreateOptions {
+        size: Some(PAGES * STEP),
+        cluster_bits,
+        subclusters: true,
+        ..CreateOptions::default()
+    };
+    create(&path, &options).unwrap();
+    let disk = Disk::open(&path, &OpenOptions::default(), &small_resources(Some(dir.path()))).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let disk = &disk;
+            scope.spawn(move || {
+                for round in 0..8 {
+                    for page in (thread..PAGES).step_by(4) {
+                        write(disk, page * STEP + round * 512 + 100, &[round as u8 + 1; 100]).unwrap();
+                    }
+                }
+            });
+        }
+    });
+    for page in 0..PAGES {
+        let model: Vec<u8> = (0..8 * 512)
+            .map(|at| if (100..200).contains(&(at % 512)) { (at / 512) as u8 + 1 } else { 0 })
+            .collect();
+        assert!(read(&disk, page * STEP, model.len()).unwrap() == model, "{page}");
+    }
+    disk.close().unwrap();
+}

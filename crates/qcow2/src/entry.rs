@@ -214,6 +214,27 @@ impl L2Entry {
             Self::Unallocated | Self::Compressed { .. } => None,
         }
     }
+
+    /// The cluster that the entry has for itself, if its refcount is exactly one: it may be written in place.
+    #[inline]
+    pub const fn own_host(self) -> Option<HostOffset> {
+        match self {
+            Self::Data { host, copied: true } => Some(host),
+            Self::Zero { host, copied: true } | Self::Subclusters { host, copied: true, .. } => host,
+            _ => None,
+        }
+    }
+
+    /// What each thirty-second of the cluster is. All of a compressed cluster is data.
+    #[inline]
+    pub const fn states(self) -> Subclusters {
+        match self {
+            Self::Unallocated => Subclusters::NOTHING,
+            Self::Zero { .. } => Subclusters::ZERO,
+            Self::Data { .. } | Self::Compressed { .. } => Subclusters::ALLOCATED,
+            Self::Subclusters { states, .. } => states,
+        }
+    }
 }
 
 /// How to read the table entries of one image.

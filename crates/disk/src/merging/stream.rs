@@ -264,7 +264,7 @@ impl Layers {
         let bits = active.tables.geometry.cluster_bits;
         let size = bits.size() as usize;
         with_scratch(old.len() * size, |bytes| {
-            self.copy_up(active, RawEntry::EMPTY, GuestOffset::new(first << bits.get()), bytes)?;
+            self.copy_up(active, |_| RawEntry::EMPTY, GuestOffset::new(first << bits.get()), bytes)?;
             // `[cluster]`: how it becomes zeros, if it does.
             let mut zeros = Vec::with_capacity(old.len());
             for (number, cluster) in bytes.chunks_exact(size).enumerate() {

@@ -72,21 +72,21 @@ impl Layers {
         let there = self.size.saturating_sub(at.get()).min(bytes.len() as u64);
         let is_zero = there == 0
             || self
-                .find_old(active, raw, at, there, wait)?
+                .find_old(active, |_| raw, at, there, wait)?
                 .is_some_and(|run| run.source.is_zero() && run.len == there);
         let is_read = is_zero
             || match wait {
-                Wait::May => self.copy_up(active, raw, at, bytes).map(|()| true)?,
+                Wait::May => self.copy_up(active, |_| raw, at, bytes).map(|()| true)?,
                 Wait::MustNot => self.copy_up_now(active, raw, at, bytes)?,
             };
         Ok(is_read.then_some(Edge { bytes, is_zero }))
     }
 
-    /// Reads what a cluster held before; past the end of the disk there are zeros.
+    /// As [`Layers::read_old`]; past the end of the disk there are zeros.
     pub(crate) fn copy_up(
         &self,
         active: &Active,
-        raw: RawEntry,
+        raw: impl Fn(u64) -> RawEntry,
         at: GuestOffset,
         into: &mut [u8],
     ) -> Result<()> {
@@ -105,7 +105,7 @@ impl Layers {
         let mut done = 0;
         while done < there {
             let rest = (there - done) as u64;
-            let Some(run) = self.find_old(active, raw, at + done as u64, rest, Wait::MustNot)? else {
+            let Some(run) = self.find_old(active, |_| raw, at + done as u64, rest, Wait::MustNot)? else {
                 return Ok(false);
             };
             let bytes = &mut into[done..done + run.len as usize];

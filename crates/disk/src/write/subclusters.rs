@@ -36,17 +36,13 @@ impl Layers {
         let Some((guard, raw)) = lock_entry(active, piece.cluster, wait)? else { return Ok(None) };
         let from = slice(from, 0, piece.len);
         let entry = active.decode(raw)?;
-        let states = match entry {
+        if matches!(entry, L2Entry::Data { copied: true, .. }) {
             // It can be overwritten in place by now.
-            L2Entry::Data { copied: true, .. } => return Ok((wait == Wait::May).then_some(0)),
-            L2Entry::Data { .. } | L2Entry::Compressed { .. } => Subclusters::ALLOCATED,
-            L2Entry::Zero { .. } => Subclusters::ZERO,
-            L2Entry::Subclusters { states, .. } => states,
-            L2Entry::Unallocated => Subclusters::default(),
-        };
-        let old = Old { raw, entry, states };
+            return Ok((wait == Wait::May).then_some(0));
+        }
+        let old = Old { raw, host: entry.own_host(), states: entry.states() };
         // Copy on write.
-        if states.allocated != 0 && old.own_host().is_none() {
+        if old.states.allocated != 0 && old.host.is_none() {
             return match wait {
                 Wait::MustNot => Ok(None),
                 Wait::May => self.write_copy(active, piece, &from, old, &guard).map(Some),
@@ -73,7 +69,7 @@ impl Layers {
         let at = piece.start + piece.within as u64;
         let around = Around { head: (head, old.raw), tail: (tail, old.raw) };
         self.with_edges(active, (at, piece.len), around, wait, |before, behind| {
-            let (host, new) = match old.own_host() {
+            let (host, new) = match old.host {
                 Some(host) if ensure_table(active, piece.cluster, wait)? => (host, None),
                 Some(_) => return Ok(None),
                 None => match new_clusters(active, (piece.cluster, 1), wait)? {
@@ -111,7 +107,7 @@ impl Layers {
             let of_run =
                 |(first, count, _): (u32, u32, _)| first as usize * unit..(first + count) as usize * unit;
             for run in runs().map(of_run) {
-                self.copy_up(active, old.raw, piece.start + run.start as u64, &mut bytes[run])?;
+                self.copy_up(active, |_| old.raw, piece.start + run.start as u64, &mut bytes[run])?;
             }
             copy_to_slice(from, &mut bytes[piece.within..piece.end()]);
             for run in runs().map(of_run) {
@@ -154,18 +150,9 @@ impl Layers {
 #[derive(Clone, Copy, Debug)]
 struct Old {
     raw: RawEntry,
-    entry: L2Entry,
-    states: Subclusters,
-}
-
-impl Old {
     /// The cluster, if it is the layer's alone.
-    fn own_host(self) -> Option<HostOffset> {
-        match self.entry {
-            L2Entry::Zero { host, copied: true } | L2Entry::Subclusters { host, copied: true, .. } => host,
-            _ => None,
-        }
-    }
+    host: Option<HostOffset>,
+    states: Subclusters,
 }
 
 /// The subclusters that a piece touches, a bit each.

@@ -25,6 +25,8 @@ pub struct Subclusters {
 impl Subclusters {
     /// Subclusters of a cluster.
     pub const COUNT: u32 = 32;
+    /// None of them.
+    pub const NOTHING: Self = Self { allocated: 0, zero: 0 };
     /// All of them with data.
     pub const ALLOCATED: Self = Self { allocated: u32::MAX, zero: 0 };
     /// All of them zeros.
