@@ -36,7 +36,7 @@ use crate::changes::{Changes, CommitTarget, Freed, Noted};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::{Record, Slot};
-use crate::layer::{Tables, table_of};
+use crate::layer::{Tables, TablesLock, table_of};
 use growth::Growth;
 use l1::L1;
 use locks::EntryLocks;
@@ -63,6 +63,8 @@ pub(crate) struct Active {
     pub(crate) changes: Changes,
     /// Autoclear bits that stay set: of structures that are right although we write.
     pub(crate) autoclear: u64,
+    /// Present while others read the tables from the file, which a merge writes.
+    pub(crate) tables_lock: Option<TablesLock>,
     owner: Owner,
     cache: Arc<PageCache>,
     /// Another one takes its place while no writer is inside.
@@ -113,6 +115,7 @@ impl Active {
             alloc,
             changes: Changes::new(header.cluster_bits),
             autoclear: 0,
+            tables_lock: None,
             owner,
             cache,
             l1: ArcSwap::from_pointee(l1),
@@ -412,6 +415,7 @@ impl CommitTarget for Active {
     }
 
     fn write_entries(&self, entries: &BTreeMap<Slot, RawEntry>) -> Result<()> {
+        let _whole = self.tables_lock.as_ref().map(|lock| lock.write());
         let mut run: Vec<u8> = Vec::new();
         let mut run_at = HostOffset::ZERO;
         let write = |run: &mut Vec<u8>, at: HostOffset| -> Result<()> {

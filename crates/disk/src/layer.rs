@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use arc_swap::ArcSwapOption;
+use parking_lot::RwLock;
 pub(crate) use vmstrata_qcow2::entry::words;
 use vmstrata_qcow2::{CompressionType, EntryFormat, Geometry, Header, RawEntry};
 use vmstrata_store::{FileIdentity, OpenStore, Store};
@@ -43,14 +44,9 @@ impl Tables {
     }
 }
 
-/// Whether a layer's file may get longer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Growth {
-    /// Nothing writes it.
-    Frozen,
-    /// A snapshot is bringing it to stable storage, or a merge writes it. Its file stays open.
-    Growing,
-}
+/// Who writes entries of a layer's tables excludes those who read them: the host does not keep the two words of an extended entry
+/// together.
+pub(crate) type TablesLock = Arc<RwLock<()>>;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -63,7 +59,8 @@ pub(crate) struct Layer {
     pub(crate) tables: Option<Tables>,
     /// What of the file it is; `None` for all.
     pub(crate) window: Option<Window>,
-    pub(crate) growth: Growth,
+    /// Present while its file may get longer: a snapshot is bringing it to stable storage, or a merge writes it. The file stays open.
+    pub(crate) growing: Option<TablesLock>,
     /// Whether size and tables are what an index says, and the file has not been asked yet.
     is_unverified: AtomicBool,
     file: ArcSwapOption<OpenStore>,
@@ -87,7 +84,7 @@ impl Layer {
             size,
             tables,
             window: None,
-            growth: Growth::Frozen,
+            growing: None,
             is_unverified: AtomicBool::new(false),
             file: ArcSwapOption::empty(),
             used: AtomicBool::new(false),
@@ -103,15 +100,12 @@ impl Layer {
     /// The same layer while its file may get longer.
     pub(crate) fn growing(&self) -> Self {
         let layer = Self::new(self.path.to_path_buf(), self.identity, self.size, self.tables);
-        Self { growth: Growth::Growing, ..layer }
+        Self { growing: Some(TablesLock::default()), ..layer }
     }
 
     /// Bytes before which its tables and clusters lie.
     pub(crate) fn len_max(&self) -> u64 {
-        match self.growth {
-            Growth::Frozen => self.identity.len,
-            Growth::Growing => u64::MAX,
-        }
+        if self.growing.is_some() { u64::MAX } else { self.identity.len }
     }
 
     /// The same, known from an index only: the file is asked when it is opened.
@@ -252,7 +246,9 @@ impl Layer {
         let count = geometry.l2_index(GuestOffset::new(end - 1)) + 1 - first;
         buf.resize(count * len, 0);
         let at = table + (first * len) as u64;
+        let whole = self.growing.as_ref().map(|lock| lock.read());
         store.read_padded(buf, at).while_trying("read an L2 table").map_err(|e| e.at(at))?;
+        drop(whole);
         for (line, bytes) in buf.chunks(LINE).enumerate() {
             // Most of a long chain's entries are zero: skip them a cache line at a time.
             if words(bytes).fold(0, |any, raw| any | raw) == 0 {

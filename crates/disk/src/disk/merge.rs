@@ -41,7 +41,7 @@ use super::state::Changing;
 use super::{Disk, Indexing};
 use crate::chain::{OpenOptions, Top as OpenTop, read_head};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
-use crate::layer::{Growth, Layer, Tables};
+use crate::layer::{Layer, Tables, TablesLock};
 use crate::layers::{Layers, Top};
 use crate::maintenance::Maintained;
 use crate::map::FrozenMap;
@@ -385,8 +385,8 @@ impl Running {
         let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
         let relink = Relink::plan(&*top.opened.store, header, below_of(chain, self.range)?.as_ref())
             .map_err(|error| error.in_layer(index).in_file(&link.path))?;
-        self.put_growing(chain, &top, header)?;
-        let active = target::open(&top, index, resources)?;
+        let lock = self.put_growing(chain, &top, header)?;
+        let active = target::open(&top, index, Some(lock), resources)?;
         // A disk that is opened from here on looks at the file, and finds it locked.
         self.refuse_users(chain, users).inspect_err(|_| target::give_back(&top, &active))?;
         let layers = Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), Some(below), resources);
@@ -394,18 +394,19 @@ impl Running {
             .inspect_err(|_| target::give_back(&top, &active))
     }
 
-    /// Lets requests know that the target grows.
-    fn put_growing(&self, chain: &[ChainFile], top: &OpenTop, header: &Header) -> Result<()> {
+    /// Lets requests know that the target grows; returns what they lock to read its tables.
+    fn put_growing(&self, chain: &[ChainFile], top: &OpenTop, header: &Header) -> Result<TablesLock> {
         let (disk, index) = (&self.disk, self.range.target());
         let (_changing, layers) = self.hold_layers(chain)?;
         let map = layers.frozen.as_ref().expect("a frozen target is in it");
         let path = map.layer(index).path.to_path_buf();
         let growing = Layer::new(path, top.opened.identity, header.size, Some(Tables::of(header))).growing();
         growing.put_file(Some(OpenStore::new(Arc::clone(&top.opened.store))));
+        let lock = growing.growing.clone().expect("it grows");
         let map = map.with_layers(index.index(), [Arc::new(growing)]);
         disk.put_layers_and_call(Layers { frozen: Some(Arc::new(map)), ..Layers::clone(&layers) });
         disk.epochs.synchronize();
-        Ok(())
+        Ok(lock)
     }
 
     /// Refuses a target that another process uses, or a disk of another process that stands on it.
@@ -425,7 +426,7 @@ impl Running {
     /// Lets the layers that were written, or kept open meanwhile, be like others again.
     pub(super) fn grow_no_more(&self, layers: &Layers) {
         let Some(map) = &layers.frozen else { return };
-        let grows = |(_, layer): &(usize, &Arc<Layer>)| layer.growth == Growth::Growing;
+        let grows = |(_, layer): &(usize, &Arc<Layer>)| layer.growing.is_some();
         let mut finalized: Option<FrozenMap> = None;
         for (index, layer) in map.layers().enumerate().filter(grows) {
             match self.finalized(layer) {

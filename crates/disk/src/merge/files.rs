@@ -116,7 +116,7 @@ fn open_target(
     let before = map_up_to(disk, chain, range.last.index(), open, resources)?;
     let stays = range.first.index().checked_sub(1);
     let after = stays.map(|layer| map_up_to(disk, chain, layer, open, resources)).transpose()?;
-    let active = target::open(&top, index, resources)?;
+    let active = target::open(&top, index, None, resources)?;
     // A disk that is opened from here on looks at the file, and finds it locked.
     refuse_users(above, users, &[locked, link.file]).inspect_err(|_| target::give_back(&top, &active))?;
     let layers = Layers::new(active.size(), Top::Qcow2(Arc::clone(&active)), Some(before), resources);

@@ -131,7 +131,8 @@ fn open_and_mark(
     let mut tops = held.tops;
     let others = tops.split_off(1);
     let base = tops.pop().expect("a layer is dropped");
-    let active = target::open(&base, asked.range.first, asked.resources)?;
+    let lock = held.layers[0].growing.clone();
+    let active = target::open(&base, asked.range.first, lock, asked.resources)?;
     let size = active.size();
     let layers = Layers::new(size, Top::Qcow2(Arc::clone(&active)), below.clone(), asked.resources);
     let state = Layers::new(size, Top::Frozen, Some(Arc::clone(&found.state)), asked.resources);

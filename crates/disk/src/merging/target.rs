@@ -15,14 +15,20 @@ use crate::active::Active;
 use crate::active::session::{FEATURES_SINCE, write_session};
 use crate::chain::Top;
 use crate::error::{ErrorKind, IoContext as _, Result};
+use crate::layer::TablesLock;
 use crate::resources::Resources;
 use crate::times;
 
-/// Makes the layer in `top`, which no one else writes, ready to be copied into.
+/// Makes the layer in `top`, which no one else writes, ready to be copied into; who reads its tables meanwhile has `lock`.
 ///
 /// # Errors
 /// A layer that may not be written as it is; a host that cannot read or write.
-pub(crate) fn open(top: &Top, index: LayerIndex, resources: &Resources) -> Result<Arc<Active>> {
+pub(crate) fn open(
+    top: &Top,
+    index: LayerIndex,
+    lock: Option<TablesLock>,
+    resources: &Resources,
+) -> Result<Arc<Active>> {
     let ready = || -> Result<Active> {
         let head = top.head.as_ref().ok_or(ErrorKind::Changed)?;
         let header = &head.header;
@@ -38,6 +44,7 @@ pub(crate) fn open(top: &Top, index: LayerIndex, resources: &Resources) -> Resul
         let store = Arc::clone(&top.opened.store);
         let mut active =
             Active::open(&top.path, store, top.opened.identity, header, index, resources.new_pages()?)?;
+        active.tables_lock = lock;
         // What guests read does not change, so bitmaps stay true. Bits of others fall, as for every writer.
         active.autoclear = (header.autoclear & Autoclear::BITMAPS).bits();
         if header.version >= FEATURES_SINCE && header.autoclear.bits() != active.autoclear {
@@ -95,7 +102,8 @@ mod tests {
             std::thread::sleep(std::time::Duration::from_millis(20));
             let (role, gate) = (Role::Active(CacheMode::Host), Gate::unrestricted());
             let top = open_layer(&path, role, Some(Format::Qcow2), &gate, &LocalFiles).unwrap();
-            let active = open(&top, LayerIndex::new(0), &Resources::new(ResourceOptions::default())).unwrap();
+            let resources = Resources::new(ResourceOptions::default());
+            let active = open(&top, LayerIndex::new(0), None, &resources).unwrap();
             assert_ne!(before.1..=before.2, state().1..=state().2, "others must see that it is written");
             give_back(&top, &active);
             assert!(state() == before, "version {version}");
