@@ -295,6 +295,11 @@ impl Changes {
         self.state.lock().since.is_some_and(|since| since.elapsed() >= age)
     }
 
+    /// Whether [`Changes::take_reclaimable`] has any.
+    pub(crate) fn has_reclaimable(&self) -> bool {
+        !self.state.lock().reclaimable.is_empty()
+    }
+
     /// The freed clusters that nothing on stable storage refers to any more; requests that were under way when this
     /// is called may still read or write them.
     pub(crate) fn take_reclaimable(&self) -> Vec<Freed> {

@@ -122,9 +122,10 @@ enum Host {
 
 impl Host {
     /// Returns once no request can still see what was replaced.
-    fn wait(&self) {
-        if let Self::Running(running) = self {
-            running.disk.epochs.synchronize();
+    fn wait(&self, way: &Way) -> Result<()> {
+        match self {
+            Self::Files(_) => Ok(()),
+            Self::Running(running) => running.wait(way),
         }
     }
 }
@@ -244,10 +245,10 @@ impl Merge {
                 }
                 self.announce(copier.target.identity.file);
                 let relinked = match &mut self.host {
-                    Host::Files(_) => copier.finalize(|| ()).and_then(|()| copier.relink()),
+                    Host::Files(_) => copier.finalize(|_| Ok(())).and_then(|()| copier.relink()),
                     Host::Running(running) => running.relink(&mut copier),
                 };
-                relinked.inspect_err(|_| copier.leave(|| self.host.wait()))?;
+                relinked.inspect_err(|_| copier.leave(|way| self.host.wait(way)))?;
                 if let Way::Commit(commit) = &copier.way {
                     self.took_place(commit, copier.target.identity.file);
                 }
@@ -321,7 +322,7 @@ impl Merge {
 impl Drop for Merge {
     fn drop(&mut self) {
         if let Some(mut copier) = self.copier.take() {
-            copier.leave(|| self.host.wait());
+            copier.leave(|way| self.host.wait(way));
         }
     }
 }

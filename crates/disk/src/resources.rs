@@ -229,8 +229,7 @@ impl Resources {
         {
             return Ok(map);
         }
-        let map =
-            FrozenMap::new(self.new_owner()?, layers, Arc::clone(self.cache()), Arc::clone(&self.files))?;
+        let map = self.new_map(layers)?;
         let map = match index {
             Some(index) => map.with_index(index),
             None => map,
@@ -239,6 +238,14 @@ impl Resources {
         let map = Arc::new(map);
         self.offer_map(&map);
         Ok(map)
+    }
+
+    /// An empty map of these layers.
+    ///
+    /// # Errors
+    /// As [`FrozenMap::new`].
+    pub(crate) fn new_map(&self, layers: Vec<Arc<Layer>>) -> Result<FrozenMap> {
+        FrozenMap::new(self.new_owner()?, layers, Arc::clone(self.cache()), Arc::clone(&self.files))
     }
 
     /// Lets disks that stand on the same layers use this map too.

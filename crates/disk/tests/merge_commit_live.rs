@@ -19,7 +19,7 @@ use vmstrata_disk::snapshot::{SnapshotInfo, list};
 use vmstrata_disk::{
     CreateOptions, Disk, Error, ErrorKind, Op, OpenOptions, ResourceOptions, Resources, create,
 };
-use vmstrata_types::LayerIndex;
+use vmstrata_types::{ClusterBits, LayerIndex};
 
 const SIZE: u64 = 8 << 20;
 
@@ -52,9 +52,13 @@ struct Guest {
 
 impl Guest {
     fn new(resources: ResourceOptions) -> Self {
+        Self::like(&CreateOptions::default(), resources)
+    }
+
+    fn like(options: &CreateOptions, resources: ResourceOptions) -> Self {
         let dir = scratch();
         let path = dir.path().join("web.qcow2");
-        create(&path, &CreateOptions { size: Some(SIZE), ..CreateOptions::default() }).unwrap();
+        create(&path, &CreateOptions { size: Some(SIZE), ..options.clone() }).unwrap();
         let resources = Resources::new(resources);
         let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();
         Self { dir, resources, disk, model: vec![0; SIZE as usize], states: Vec::new(), taken: 0 }
@@ -162,11 +166,15 @@ fn histories_read_as_flat_arrays_do() {
         let metadata_cache_bytes = if seed % 2 == 0 { 0 } else { 8 << 20 };
         // So few that files are closed and opened by their paths all the time.
         let max_open_files = if seed % 3 == 0 { 1 } else { 64 };
-        let mut guest = Guest::new(ResourceOptions {
-            metadata_cache_bytes,
-            max_open_files,
-            ..ResourceOptions::default()
-        });
+        let with_subclusters = CreateOptions {
+            subclusters: true,
+            cluster_bits: ClusterBits::new(17).unwrap(),
+            ..CreateOptions::default()
+        };
+        let like = if seed % 4 < 2 { CreateOptions::default() } else { with_subclusters };
+        let resources =
+            ResourceOptions { metadata_cache_bytes, max_open_files, ..ResourceOptions::default() };
+        let mut guest = Guest::like(&like, resources);
         let mut downs = 0;
         for step in 0..40 {
             let what = format!("seed {seed}, step {step}");

@@ -21,11 +21,14 @@ use vmstrata_types::{ClusterBits, LayerIndex};
 const SIZE: u64 = 1 << 20;
 
 /// Layers with data, zeros and holes, some over others, and indices.
-fn small_chain(layers: usize, seed: u64) -> Chain {
+fn small_chain(layers: usize, seed: u64, subclusters: bool) -> Chain {
     let mut random = random("merge crash", seed);
     let mut chain = Chain::new();
     for number in 0..layers {
-        chain.add(Maker::Ours, SIZE, ClusterBits::new(12).unwrap());
+        // Of mixed sizes: the middle layers are dropped, and one with subclusters is copied into.
+        let (maker, bits) =
+            if subclusters && number != 1 { (Maker::Subclusters, 14) } else { (Maker::Ours, 12) };
+        chain.add(maker, SIZE, ClusterBits::new(bits).unwrap());
         let mut command = |zeros: bool| {
             let at = random.random_range(0..SIZE / 4096) * 4096;
             let len = (random.random_range(1..12) * 1024).min(SIZE - at);
@@ -79,8 +82,8 @@ fn assert_completed(chain: &Chain, states: &[(PathBuf, Vec<u8>)], what: &dyn std
 #[test]
 fn merging_survives_the_death_of_the_host_at_any_moment() {
     // With a layer above the target, and with the target on top.
-    for layers in [5, 4] {
-        let chain = small_chain(layers, layers as u64);
+    for (layers, subclusters) in [(5, false), (4, false), (5, true)] {
+        let chain = small_chain(layers, layers as u64, subclusters);
         let states = states(&chain);
         let before: Vec<Vec<u8>> = chain.files.iter().map(|file| std::fs::read(file).unwrap()).collect();
         let plan = FaultPlan::recording();
@@ -110,11 +113,12 @@ fn merging_survives_the_death_of_the_host_at_any_moment() {
 fn no_failure_of_the_host_changes_what_is_read() {
     for kind in [OperationKind::Write, OperationKind::Flush, OperationKind::Read, OperationKind::Len] {
         for nth in 0.. {
-            let chain = small_chain(4, 9);
+            let subclusters = nth % 2 == 1;
+            let chain = small_chain(4, 9, subclusters);
             let states = states(&chain);
             let plan = FaultPlan::new();
             let files = FaultyFiles::new(&plan);
-            let effect = Effect::Tear { bytes: 700 * (nth as usize % 2), errno: 5 };
+            let effect = Effect::Tear { bytes: 700 * (nth as usize / 2 % 2), errno: 5 };
             plan.add(Fault { kind: Some(kind), store: None, when: When::Nth(nth), effect });
             let done = drop_middle(&chain, &files.resources());
             let failed = plan.count(Some(kind)) > nth;
@@ -134,7 +138,7 @@ fn no_failure_of_the_host_changes_what_is_read() {
 #[test]
 fn a_full_host_leaves_the_disk_as_it_was() {
     for nth in [1, 5, 9] {
-        let chain = small_chain(4, 3);
+        let chain = small_chain(4, 3, nth == 5);
         let states = states(&chain);
         let plan = FaultPlan::new();
         let files = FaultyFiles::new(&plan);

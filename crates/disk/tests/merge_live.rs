@@ -107,9 +107,18 @@ impl History {
 fn histories_with_merges_read_as_flat_arrays_do() {
     for_seeds(8, |seed| {
         let dir = scratch();
-        let kinds = ["cluster_size=4k", "cluster_size=64k", "compat=0.10", "cluster_size=2M"];
+        let kinds = [
+            "cluster_size=4k",
+            "cluster_size=128k,extended_l2=on",
+            "cluster_size=64k",
+            "cluster_size=16k,extended_l2=on",
+            "compat=0.10",
+            "cluster_size=2M,extended_l2=on",
+            "cluster_size=2M",
+            "cluster_size=32k,extended_l2=on",
+        ];
         let mut random = random("live merges", seed);
-        let mut history = History::new(disk_in(dir.path(), kinds[seed as usize % 4]));
+        let mut history = History::new(disk_in(dir.path(), kinds[seed as usize % kinds.len()]));
         for step in 0..60 {
             let what = format!("seed {seed}, step {step}");
             (0..random.random_range(0..12)).for_each(|_| history.change(&mut random));

@@ -9,9 +9,10 @@ use common::flat::{assert_reads, pattern, range, read, write};
 use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
 use common::{open, random, scratch, small_resources};
 use vmstrata_disk::index::{IndexOptions, IndexVerdict, VerifiedFile, verify};
+use vmstrata_disk::merge::{Action, Direction, Merge, MergeFault, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{CreateOptions, Disk, Format, OpenOptions, create, snapshot_together};
-use vmstrata_types::ClusterBits;
+use vmstrata_types::{ClusterBits, LayerIndex};
 
 const CLUSTER: u64 = 128 << 10;
 const SUBCLUSTER: u64 = 4096;
@@ -168,6 +169,87 @@ fn guest_clusters_that_share_a_host_cluster_are_told_apart() {
         drop(disk);
         assert_clean(&path);
         assert!(content(&path, "qcow2") == model, "killed: {is_killed}");
+    }
+}
+
+/// A full base, an image on it whose guest clusters share a host cluster, and an empty overlay on that; with what it reads as.
+fn dense_chain(dir: &Path) -> ([PathBuf; 3], Vec<u8>) {
+    let (middle, mut model) = dense(dir);
+    let (base, top) = (dir.join("base.qcow2"), dir.join("top.qcow2"));
+    create(&base, &CreateOptions { size: Some(1 << 20), ..CreateOptions::default() }).unwrap();
+    let content = pattern(&mut random("below shared clusters", 0), 1 << 20);
+    let disk = open(&base);
+    write(&disk, 0, &content).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    for (own, below) in model.chunks_mut(4096).zip(content.chunks(4096)) {
+        if own[0] == 0 {
+            own.copy_from_slice(below);
+        }
+    }
+    qemu_img(&["rebase", "-u", "-b", "base.qcow2", "-F", "qcow2", path_str(&middle)]);
+    let backing = Some(("dense".into(), Format::Qcow2));
+    create(&top, &CreateOptions { backing, ..CreateOptions::default() }).unwrap();
+    ([base, middle, top], model)
+}
+
+fn dropping(layer: u16, direction: Direction) -> (MergeRange, MergeOptions) {
+    let layer = LayerIndex::new(layer);
+    let options =
+        MergeOptions { removal: Removal::All, beyond_own: true, direction, ..MergeOptions::default() };
+    (MergeRange { first: layer, last: layer }, options)
+}
+
+/// Both are copied, so nothing is left where a disk in use has known them to be.
+#[test]
+fn guest_clusters_that_share_a_host_cluster_are_merged_under_a_disk_in_use() {
+    for is_cancelled in [true, false] {
+        let dir = scratch();
+        let ([_, middle, top], model) = dense_chain(dir.path());
+        let disk = open(&top);
+        assert_reads(&disk, &model, "before");
+        let (range, options) = dropping(0, Direction::Stream);
+        let mut job = Merge::of_disk(&disk, range, &options).unwrap();
+        while let Some(action) = job.select().filter(|action| !is_cancelled || *action != Action::Relink) {
+            job.apply(action).unwrap();
+            assert_reads(&disk, &model, "meanwhile");
+        }
+        drop(job);
+        assert_reads(&disk, &model, "afterwards");
+        disk.close().unwrap();
+        drop(disk);
+        for layer in [&middle, &top] {
+            assert_clean(layer);
+            assert!(content(layer, "qcow2") == model, "{}", layer.display());
+        }
+    }
+}
+
+/// A stock reader may know where they lie.
+#[test]
+fn a_shared_cluster_that_shows_in_part_is_not_committed_into() {
+    let dir = scratch();
+    let ([_, middle, top], mut model) = dense_chain(dir.path());
+    create(
+        &dir.path().join("disk"),
+        &CreateOptions { backing: Some(("top.qcow2".into(), Format::Qcow2)), ..CreateOptions::default() },
+    )
+    .unwrap();
+    let disk = open(&top);
+    put(&disk, &mut model, CLUSTER + 3 * SUBCLUSTER, SUBCLUSTER, 9);
+    disk.close().unwrap();
+    drop(disk);
+    let resources = small_resources(None);
+    let disk = dir.path().join("disk");
+    let (range, options) = dropping(1, Direction::Commit);
+    let refused = Merge::new(&disk, range, &options, &resources).unwrap_err();
+    assert!(matches!(refused.fault(), Some(MergeFault::NoCommit { .. })), "{refused}");
+    assert_clean(&middle);
+    let (range, options) = dropping(1, Direction::Auto);
+    assert!(!Merge::new(&disk, range, &options, &resources).unwrap().run().unwrap().is_commit);
+    for layer in [&top, &disk] {
+        assert_clean(layer);
+        assert!(content(layer, "qcow2") == model, "{}", layer.display());
     }
 }
 

@@ -187,9 +187,6 @@ impl Running {
             return Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path));
         };
         let plan = || -> Result<Relink> {
-            if active.has_subclusters() {
-                return Err(ErrorKind::Subclusters.into());
-            }
             let len = active.store.len().while_trying("read the file's length")?;
             let head = read_head(&*active.store, len)?;
             Relink::plan(&*active.store, &head.header, below_of(chain, self.range)?.as_ref())
@@ -489,11 +486,36 @@ impl Running {
         Ok(())
     }
 
+    /// Returns once no request can still see what the target let go of.
+    ///
+    /// # Errors
+    /// [`MergeFault::LayersChanged`]: requests may see it.
+    pub(crate) fn wait(&self, way: &Way) -> Result<()> {
+        if let Way::Stream(_) = way {
+            self.forget_places()?;
+        }
+        self.disk.epochs.synchronize();
+        Ok(())
+    }
+
+    /// Lets requests look up anew where everything lies: clusters of the target that others use, too, have been copied.
+    fn forget_places(&self) -> Result<()> {
+        let (disk, before) = (&self.disk, self.finalized_layers()?);
+        let layers = before.frozen.iter().flat_map(|map| map.layers()).cloned().collect();
+        let map = disk.resources.new_map(layers)?;
+        let _changing = disk.change();
+        if !Arc::ptr_eq(&before, &disk.layers_now()) {
+            return Err(Error::from(MergeFault::LayersChanged).in_file(&disk.path));
+        }
+        disk.put_layers_and_call(Layers { frozen: Some(Arc::new(map)), ..Layers::clone(&before) });
+        Ok(())
+    }
+
     fn relink_frozen(&mut self, copier: &mut Copier) -> Result<()> {
         let (disk, target) = (Arc::clone(&self.disk), Arc::clone(&copier.target));
         // Before the files are changed: afterwards requests must get the shorter chain.
         self.finalized_layers()?;
-        copier.finalize(|| disk.epochs.synchronize())?;
+        copier.finalize(|way| self.wait(way))?;
         copier.relink()?;
         copier.let_go();
         let layer = self.finalized_target(copier)?;

@@ -30,11 +30,6 @@ pub enum ErrorKind {
         /// What is wrong with the entry.
         entry: EntryError,
     },
-    /// A merge would copy into an image with subclusters.
-    #[error(
-        "has subclusters, and no layer is merged into one that does: copy the disk with `qemu-img convert`"
-    )]
-    Subclusters,
     /// A table entry points to bytes that the file does not have.
     #[error("{what} lies at {at} but the file ends at {file_len:#x}: the file was cut short")]
     Truncated {

@@ -19,14 +19,15 @@
 //! is written.
 //!
 //! Invariants:
-//! - Nothing is written into the base but clusters that a layer above it, up to the one that stays, has itself.
-//! - All of them are on stable storage before the rename, and that is before a file is removed.
+//! - Only what a layer above hides is written over. A new cluster of the base holds, around that, a copy of what shows there. A
+//!   cluster with data that shows stays where it is, as readers may know its place: a chain in which it cannot is streamed.
+//! - All that is written is on stable storage before the rename, and that is before a file is removed.
 //! - Before the first write, nobody else stands on a dropped layer or uses one, and each is marked ([`super::deleting`]) and locked.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use vmstrata_qcow2::L2Entry;
+use vmstrata_qcow2::{SubclusterState, Subclusters};
 use vmstrata_store::{Access, AlignedBuf, OpenStore, Place, Segment, is_zero};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset, LayerIndex};
 
@@ -220,7 +221,7 @@ impl Commit {
     }
 }
 
-/// Most bytes written at once, but for clusters that are larger.
+/// Most bytes written at once, but for units that are larger.
 const RUN_BYTES: u64 = 256 << 10;
 
 /// Bytes that each direction would copy.
@@ -265,8 +266,8 @@ fn is_from(run: Run, first: LayerIndex) -> bool {
 }
 
 impl Layers {
-    /// Writes into the active layer what `state`, the layers up to the one that stays, has in `range` from layers above it.
-    /// All of these have clusters of one size. Ends early when `most` bytes are written, after one cluster at least.
+    /// Writes into the active layer what `state`, the layers up to the one that stays, has in `range` from layers above it. Ends
+    /// early when `most` bytes are written, after one unit at least.
     ///
     /// # Errors
     /// A layer that cannot be read, a host that is full or cannot write: part of it may have been written.
@@ -280,11 +281,11 @@ impl Layers {
         holes: &Holes,
         most: u64,
     ) -> Result<Progress> {
-        let Top::Qcow2(active) = &self.top else { unreachable!("what is written into has clusters") };
-        let cluster = active.tables.geometry.cluster_bits.size();
-        let whole = |bytes: u64| (bytes / cluster).max(1) * cluster;
+        let active = self.target();
+        let unit = active.tables.geometry.unit();
+        let whole = |bytes: u64| (bytes >> unit.get()).max(1) << unit.get();
         let mut buffer =
-            AlignedBuf::zeroed(whole(RUN_BYTES).min(range.len.next_multiple_of(cluster)) as usize);
+            AlignedBuf::zeroed(whole(RUN_BYTES).min(range.len.next_multiple_of(unit.size())) as usize);
         let end = range.end().get().min(self.size);
         let (mut at, mut bytes) = (range.start, 0);
         while at.get() < end {
@@ -293,22 +294,18 @@ impl Layers {
             }
             let run = self.run_above(state, at, end, holes)?;
             let part = match run.source {
-                Source::Hole => run.len,
-                Source::Zero(layer)
-                | Source::Data(layer, _)
-                | Source::Compressed(layer)
-                | Source::Damaged(layer)
-                    if layer <= active.index =>
-                {
-                    run.len
-                }
-                Source::Zero(_) => {
+                _ if !is_above(run, active.index) => run.len,
+                Source::Hole | Source::Zero(_) => {
                     self.clear(GuestRange::new(at, run.len), Purpose::ZeroAndFree)?;
                     run.len
                 }
                 Source::Data(..) | Source::Compressed(_) | Source::Damaged(_) => {
-                    let part = run.len.min(buffer.len() as u64).min(whole(most - bytes));
-                    bytes += self.commit_clusters(at, part, &mut buffer, state)?;
+                    // A part of a unit, or whole ones.
+                    let most = (buffer.len() as u64).min(whole(most - bytes));
+                    let rest = unit.size() - at.within(unit);
+                    let is_part = !at.is_aligned(unit) || run.len < rest;
+                    let part = if is_part { run.len.min(rest) } else { whole(run.len.min(most)) };
+                    bytes += self.commit_units(at, &mut buffer[..part as usize], state)?;
                     part
                 }
             };
@@ -317,74 +314,116 @@ impl Layers {
         Ok(Progress { bytes, to: range.end() })
     }
 
-    /// The next run of `state`; clusters from above the active layer that are holes of their file are zeros.
+    /// The next run of `state`; units from above the active layer that are holes of their file are zeros.
     fn run_above(&self, state: &Self, at: GuestOffset, end: u64, holes: &Holes) -> Result<Run> {
-        let Top::Qcow2(active) = &self.top else { unreachable!("as for its caller") };
+        let active = self.target();
         let run = state.locate(at, end - at.get())?;
-        if !is_from(run, active.index)
-            || matches!(run.source, Source::Data(layer, _) if layer == active.index)
-        {
+        if !is_above(run, active.index) {
             return Ok(run);
         }
         let found = state.cut(run, holes);
-        // The disk's last cluster may be cut short.
-        let whole = found.len - found.len % active.tables.geometry.cluster_bits.size();
-        let len = if found.len == run.len { run.len } else { whole };
-        Ok(if len > 0 { Run { len, ..found } } else { run })
+        if found.len == run.len {
+            return Ok(found);
+        }
+        let unit = active.tables.geometry.unit();
+        let whole = (at + found.len).align_down(unit);
+        if whole > at {
+            return Ok(Run { len: whole - at, ..found });
+        }
+        Ok(Run { len: run.len.min(unit.size() - at.within(unit)), ..run })
     }
 
     /// Bytes that the active layer's file grows by when all of `state` is committed.
     ///
     /// # Errors
-    /// Tables that cannot be read.
+    /// [`MergeFault::NoCommit`]: a cluster cannot be written in place of which a part shows. Tables that cannot be read.
     pub(super) fn commit_demand(&self, state: &Self, holes: &Holes) -> Result<u64> {
-        let Top::Qcow2(active) = &self.top else { unreachable!("as for its caller") };
-        let cluster = active.tables.geometry.cluster_bits.size();
-        let (mut at, mut demand) = (GuestOffset::ZERO, 0);
+        let active = self.target();
+        let unit = active.tables.geometry.unit();
+        let (mut at, mut counted, mut demand) = (GuestOffset::ZERO, GuestOffset::ZERO, 0);
         while at.get() < self.size {
             let run = self.run_above(state, at, self.size, holes)?;
-            if let Source::Data(layer, _) | Source::Compressed(layer) = run.source
-                && layer > active.index
-            {
-                for number in active.cluster_of(at)..(at + run.len).get().div_ceil(cluster) {
-                    let has = active.decode(active.entry(number)?)?;
-                    let in_place = matches!(has, L2Entry::Data { copied: true, .. });
-                    demand += if in_place { 0 } else { cluster };
+            let end = at + run.len;
+            if is_above(run, active.index) {
+                let mut here = at.align_down(unit).max(counted);
+                while here < end {
+                    self.check_movable(active, here, state)?;
+                    let next = here + unit.size();
+                    let is_whole = here >= at && next.get().min(self.size) <= end.get();
+                    // Of whole ones that are zeros, an entry says so.
+                    let is_written =
+                        !(is_whole && run.source.is_zero()) && !self.is_in_place(active, here)?;
+                    demand += if is_written { unit.size() } else { 0 };
+                    (here, counted) = (next, next);
                 }
             }
-            at = at + run.len;
+            at = end;
         }
         Ok(demand)
     }
 
-    /// Writes whole clusters; what of the last one lies past the disk's end is zeros. Clusters of zeros are let go of. Returns
-    /// the bytes written.
-    fn commit_clusters(
-        &self,
-        at: GuestOffset,
-        len: u64,
-        buffer: &mut AlignedBuf,
-        state: &Self,
-    ) -> Result<u64> {
-        let Top::Qcow2(active) = &self.top else { unreachable!("as for its caller") };
-        let cluster = active.tables.geometry.cluster_bits.size() as usize;
-        let whole = len.next_multiple_of(cluster as u64) as usize;
-        let (bytes, rest) = buffer[..whole].split_at_mut(len as usize);
-        state.read_runs(at, &[Segment::from_mut(bytes)], |at, len| state.locate(at, len))?;
-        rest.fill(0);
-        let zeros: Vec<bool> = buffer[..whole].chunks_exact(cluster).map(is_zero).collect();
-        let (mut done, mut written) = (0, 0);
-        for run in zeros.chunk_by(|one, other| one == other) {
-            let (here, bytes) = (at + done as u64, &mut buffer[done..][..run.len() * cluster]);
-            done += bytes.len();
-            if run[0] {
-                let there = (bytes.len() as u64).min(self.size - here.get());
-                self.clear(GuestRange::new(here, there), Purpose::ZeroAndFree)?;
-            } else {
-                written += bytes.len() as u64;
-                self.write(here, &[Segment::from_mut(bytes)])?;
+    /// Whether the active layer has data at `at` and may write over it.
+    fn is_in_place(&self, active: &Active, at: GuestOffset) -> Result<bool> {
+        let entry = active.decode(active.entry(active.cluster_of(at))?)?;
+        let geometry = active.tables.geometry;
+        let part =
+            at.within(geometry.cluster_bits) * u64::from(Subclusters::COUNT) >> geometry.cluster_bits.get();
+        Ok(entry.own_host().is_some() && entry.states().state(part as u32) == SubclusterState::Allocated)
+    }
+
+    /// Makes sure that the cluster at `at` may be exchanged for another, if it is to be: nothing of it shows in `state`.
+    fn check_movable(&self, active: &Active, at: GuestOffset, state: &Self) -> Result<()> {
+        let bits = active.tables.geometry.cluster_bits;
+        let entry = active.decode(active.entry(active.cluster_of(at))?)?;
+        if entry.own_host().is_some() || entry.states().allocated == 0 {
+            return Ok(());
+        }
+        let mut here = at.align_down(bits);
+        let end = (here + bits.size()).get().min(self.size);
+        while here.get() < end {
+            let run = state.locate(here, end - here.get())?;
+            if let Source::Data(layer, _) | Source::Compressed(layer) = run.source
+                && layer == active.index
+            {
+                let reason =
+                    format!("a part of its compressed or shared cluster at {at} shows in the layer above");
+                return Err(super::MergeFault::NoCommit { reason }.into());
             }
+            here = here + run.len;
+        }
+        Ok(())
+    }
+
+    /// Writes a part of a unit, or whole ones, from `at` on; units of zeros are let go of. Returns the bytes written.
+    fn commit_units(&self, at: GuestOffset, bytes: &mut [u8], state: &Self) -> Result<u64> {
+        let active = self.target();
+        let unit = active.tables.geometry.unit().size() as usize;
+        state.read_runs(at, &[Segment::from_mut(bytes)], |at, len| state.locate(at, len))?;
+        let zeros: Vec<bool> = bytes.chunks(unit).map(is_zero).collect();
+        let (mut at, mut rest, mut written) = (at, bytes, 0);
+        for run in zeros.chunk_by(|one, other| one == other) {
+            let (part, later) = rest.split_at_mut((run.len() * unit).min(rest.len()));
+            let len = part.len() as u64;
+            if run[0] {
+                self.clear(GuestRange::new(at, len), Purpose::ZeroAndFree)?;
+            } else {
+                // What is around a part of a unit is copied up.
+                written +=
+                    if self.is_in_place(active, at)? { len } else { len.next_multiple_of(unit as u64) };
+                self.write(at, &[Segment::from_mut(part)])?;
+            }
+            (at, rest) = (at + len, later);
         }
         Ok(written)
+    }
+}
+
+/// Whether the run is of a layer above `base`.
+fn is_above(run: Run, base: LayerIndex) -> bool {
+    match run.source {
+        Source::Hole => false,
+        Source::Zero(layer) | Source::Data(layer, _) | Source::Compressed(layer) | Source::Damaged(layer) => {
+            layer > base
+        }
     }
 }

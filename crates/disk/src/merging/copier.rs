@@ -105,17 +105,20 @@ impl Copier {
     ///
     /// # Errors
     /// A host that cannot write or flush.
-    pub(crate) fn finalize(&mut self, wait: impl FnOnce()) -> Result<()> {
+    pub(crate) fn finalize(&mut self, wait: impl FnOnce(&Way) -> Result<()>) -> Result<()> {
         if !self.is_finalized {
             self.target.changes.commit(&*self.target)?;
-            leave_clean(&self.target, wait)?;
+            if self.target.changes.has_reclaimable() {
+                wait(&self.way)?;
+            }
+            leave_clean(&self.target, || ())?;
             self.is_finalized = true;
         }
         Ok(())
     }
 
     /// Ends early: what is copied into a frozen target stays, and nothing is leaked if the host lets it.
-    pub(crate) fn leave(&mut self, wait: impl FnOnce()) {
+    pub(crate) fn leave(&mut self, wait: impl FnOnce(&Way) -> Result<()>) {
         // The active layer of a running disk is finalized by that.
         if self.layers.is_none() || self.is_finalized {
             return;

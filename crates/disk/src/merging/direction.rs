@@ -164,15 +164,15 @@ impl Asked<'_> {
     fn check_heads(&self) -> Result<std::result::Result<Vec<Top>, String>> {
         let (first, target) = (self.range.first.index(), self.range.target().index());
         let opener = &**self.resources.files().opener();
-        let (mut shape, mut tops) = (None, Vec::new());
+        let (mut size, mut tops) = (None, Vec::new());
         for layer in first..=target {
             let top = self.chain[layer].open(Role::Inspected, opener)?;
             if let Err(reason) = check_head(&top) {
                 return Ok(Err(format!("{} {reason}", top.path.display())));
             }
-            let found = top.head.as_ref().map(|head| (head.header.size, head.header.cluster_bits));
-            if *shape.get_or_insert(found) != found {
-                return Ok(Err("its size or its clusters' is not that of the layers above".to_owned()));
+            let found = top.head.as_ref().map(|head| head.header.size);
+            if *size.get_or_insert(found) != found {
+                return Ok(Err("its size is not that of the layers above".to_owned()));
             }
             if layer == target {
                 // What took its place would be a state under its name.
@@ -255,9 +255,6 @@ fn check_head(top: &Top) -> Result<(), &'static str> {
     }
     if header.snapshot_count > 0 {
         return Err("has internal snapshots");
-    }
-    if header.has_subclusters() {
-        return Err("has subclusters");
     }
     if head.bitmaps.is_some() { Err("has bitmaps") } else { Ok(()) }
 }

@@ -1,18 +1,24 @@
 //! Copying up what the target would lose.
 //!
 //! ```text
-//!   cluster of the target ──► has an entry of its own? ──yes──► nothing to do
+//!   unit of the target ──► says something itself? ──yes──► nothing to do
 //!            │ no
 //!            ├──► map of all layers below ───────────────┐
 //!            └──► map of those that stay ──► the same? ──┴─no──► copy what the first says
 //! ```
 //!
 //! The two maps number the layers that stay alike, so "the same" is: the same place in the same layer, or zeros in both. Holes
-//! of layers' files count as zeros ([`super::holes`]), and so do clusters that turn out to be zeros when they are read.
+//! of layers' files count as zeros ([`super::holes`]), and so do units that turn out to be zeros when they are read.
+//!
+//! A unit is a subcluster, or a cluster of a target without subclusters. What units need is said by [`Subclusters`], a bit for
+//! each thirty-second of a cluster: a unit is one of them, or all.
 
-use vmstrata_qcow2::{L2Entry, RawEntry};
+use std::ops::Range;
+
+use smallvec::SmallVec;
+use vmstrata_qcow2::{L2Entry, RawEntry, SubclusterState, Subclusters};
 use vmstrata_store::is_zero;
-use vmstrata_types::{GuestOffset, GuestRange};
+use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use super::holes::Holes;
 use crate::active::{Active, Change, NewClusters};
@@ -21,7 +27,7 @@ use crate::layers::{Layers, Top};
 use crate::map::{FrozenMap, Run, Source};
 use crate::write::with_scratch;
 
-/// Most bytes copied while the target's page is locked.
+/// Most bytes copied while the target's page is locked, but for clusters that are larger.
 const RUN_BYTES: u64 = 256 << 10;
 /// Zero clusters exist since this version.
 const ZEROS_SINCE: u32 = 3;
@@ -40,13 +46,8 @@ impl After<'_> {
     }
 }
 
-/// What the target must get.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Need {
-    Nothing,
-    Zeros,
-    Data,
-}
+/// What clusters would get if they had nothing themselves: data, or zero bits.
+type Needs = SmallVec<[Subclusters; 8]>;
 
 /// How far a range was copied.
 #[derive(Clone, Copy, Debug)]
@@ -70,10 +71,8 @@ impl Layers {
         let active = self.target();
         let bits = active.tables.geometry.cluster_bits;
         let (mut at, mut bytes) = (range.start, 0);
-        while let Some((first, count, need)) = self.next_run(active, at, range.end(), after)? {
-            let room = ((most - bytes) >> bits.get()).max(1);
-            let count = if need == Need::Data { count.min(room) } else { count };
-            let (passed, copied) = self.stream_run(active, first, count, need, after)?;
+        while let Some((first, needs)) = self.next_run(active, at, range.end(), after)? {
+            let (passed, copied) = self.stream_run(active, first, &needs, after, most - bytes)?;
             bytes += copied;
             at = GuestOffset::new((first + passed) << bits.get());
             if bytes >= most && at < range.end() {
@@ -93,46 +92,43 @@ impl Layers {
     pub(crate) fn demand(&self, range: GuestRange, after: After<'_>) -> Result<u64> {
         let active = self.target();
         let bits = active.tables.geometry.cluster_bits;
-        let mut at = range.start;
-        let mut clusters = 0;
-        while let Some((first, count, need)) = self.next_run(active, at, range.end(), after)? {
-            if need == Need::Data {
-                let page = active.lock_page(first);
-                for cluster in first..first + count {
-                    let raw = active.entry_locked(cluster, &page)?;
-                    clusters += u64::from(active.decode(raw)? == L2Entry::Unallocated);
-                }
+        let (mut at, mut bytes) = (range.start, 0);
+        while let Some((first, needs)) = self.next_run(active, at, range.end(), after)? {
+            let page = active.lock_page(first);
+            for (cluster, &need) in (first..).zip(&needs) {
+                let raw = active.entry_locked(cluster, &page)?;
+                bytes += Fill::new(raw, active.decode(raw)?, need).bytes(active);
             }
-            at = GuestOffset::new((first + count) << bits.get());
+            at = GuestOffset::new((first + needs.len() as u64) << bits.get());
         }
-        Ok(clusters << bits.get())
+        Ok(bytes)
     }
 
-    fn target(&self) -> &Active {
+    pub(super) fn target(&self) -> &Active {
         let Top::Qcow2(active) = &self.top else { unreachable!("only qcow2 files have layers below them") };
         active
     }
 
-    /// The next clusters from `at` on that differ and need one thing: the first, how many, and what.
+    /// The next clusters from `at` on of which a part differs: the first, and what each needs.
     fn next_run(
         &self,
         active: &Active,
         at: GuestOffset,
         end: GuestOffset,
         after: After<'_>,
-    ) -> Result<Option<(u64, u64, Need)>> {
+    ) -> Result<Option<(u64, Needs)>> {
         let bits = active.tables.geometry.cluster_bits;
         let end = end.get().min(self.size);
         let most = (RUN_BYTES >> bits.get()).max(1);
         let Some(differs) = self.next_difference(at, end, after)? else { return Ok(None) };
         let first = active.cluster_of(differs);
         let last = end.div_ceil(bits.size()).min(first + active.run_limit(first).min(most));
-        let need = self.need(active, first, after)?;
-        let mut count = 1;
-        while first + count < last && self.need(active, first + count, after)? == need {
-            count += 1;
+        let mut needs =
+            (first..last).map(|cluster| self.need(active, cluster, after)).collect::<Result<Needs>>()?;
+        while needs.last() == Some(&Subclusters::NOTHING) {
+            needs.pop();
         }
-        Ok(Some((first, count, need)))
+        Ok(Some((first, needs)))
     }
 
     /// Whether the layers below read as zeros, also when those that are being dropped are gone.
@@ -165,11 +161,9 @@ impl Layers {
         holes.cut(run, |layer, host| self.file_of(layer).ok()?.extent(host).ok())
     }
 
-    /// Whether a cluster reads as zeros without an entry of the target.
-    fn is_zero_after(&self, active: &Active, cluster: u64, after: After<'_>) -> Result<bool> {
-        let bits = active.tables.geometry.cluster_bits;
-        let mut at = GuestOffset::new(cluster << bits.get());
-        let end = (at + bits.size()).get().min(self.size);
+    /// Whether `len` bytes at `at` read as zeros where the target says nothing.
+    fn is_zero_after(&self, mut at: GuestOffset, len: u64, after: After<'_>) -> Result<bool> {
+        let end = (at + len).get().min(self.size);
         while at.get() < end {
             let run = after.locate(at, end - at.get())?;
             if !run.source.is_zero() {
@@ -197,155 +191,214 @@ impl Layers {
         Ok(None)
     }
 
-    fn need(&self, active: &Active, cluster: u64, after: After<'_>) -> Result<Need> {
-        let bits = active.tables.geometry.cluster_bits;
-        let mut at = GuestOffset::new(cluster << bits.get());
-        let end = (at + bits.size()).get().min(self.size);
-        let (mut differs, mut zeros) = (false, true);
-        while at.get() < end {
-            let (before, later) = self.both(at, end - at.get(), after)?;
-            differs |= differ(before, later);
-            zeros &= before.source.is_zero();
-            at = at + before.len.min(later.len);
+    /// What the units of a cluster need.
+    fn need(&self, active: &Active, cluster: u64, after: After<'_>) -> Result<Subclusters> {
+        let start = GuestOffset::new(cluster << active.tables.geometry.cluster_bits.get());
+        let mut need = Subclusters::NOTHING;
+        for unit in units(active) {
+            let (mut differs, mut zeros) = (false, true);
+            let mut at = start + unit.bytes.start as u64;
+            let end = (start + unit.bytes.end as u64).get().min(self.size);
+            while at.get() < end {
+                let (before, later) = self.both(at, end - at.get(), after)?;
+                differs |= differ(before, later);
+                zeros &= before.source.is_zero();
+                at = at + before.len.min(later.len);
+            }
+            match (differs, zeros) {
+                (false, _) => {}
+                (true, true) if active.tables.version >= ZEROS_SINCE => need.zero |= unit.bits,
+                (true, _) => need.allocated |= unit.bits,
+            }
         }
-        Ok(match (differs, zeros) {
-            (false, _) => Need::Nothing,
-            (true, true) if active.tables.version >= ZEROS_SINCE => Need::Zeros,
-            (true, _) => Need::Data,
-        })
+        Ok(need)
     }
 
-    /// Gives the first of `count` clusters that have no entry what they need; returns how many clusters are done with, and
-    /// the bytes written.
+    /// Gives clusters from `first` on what they need and do not have, until `most` bytes are written, after one cluster at least;
+    /// returns how many clusters are done with, and the bytes written.
     fn stream_run(
         &self,
         active: &Active,
         first: u64,
-        count: u64,
-        need: Need,
+        needs: &[Subclusters],
         after: After<'_>,
+        most: u64,
     ) -> Result<(u64, u64)> {
         let page = active.lock_page(first);
-        let mut old: Vec<RawEntry> = Vec::new();
-        for cluster in first..first + count {
+        let (mut fills, mut bytes) = (Vec::with_capacity(needs.len()), 0);
+        for (cluster, &need) in (first..).zip(needs) {
             let raw = active.entry_locked(cluster, &page)?;
-            if active.decode(raw)? != L2Entry::Unallocated {
+            let fill = Fill::new(raw, active.decode(raw)?, need);
+            bytes += fill.bytes(active);
+            if bytes > most && !fills.is_empty() {
                 break;
             }
-            old.push(raw);
+            fills.push(fill);
         }
-        if old.is_empty() || need == Need::Nothing {
-            return Ok((old.len().max(1) as u64, 0));
+        let mut space = Vec::new();
+        let bytes = self.fill(active, first, &mut fills, after, &mut space)?;
+        let (mut changes, mut freed) = (Vec::new(), Vec::new());
+        for (cluster, fill) in (first..).zip(&fills).filter(|(_, fill)| fill.need != Subclusters::NOTHING) {
+            changes.push(Change { cluster, old: fill.old, new: active.encode(fill.entry_now()) });
+            freed.extend(if fill.moved.is_some() { active.clusters_of(fill.old)? } else { None });
         }
-        let mut copied = Copied::default();
-        match need {
-            Need::Zeros => copied.zeros(active, first, &old),
-            _ => self.copy_run(active, first, &old, after, &mut copied)?,
-        }
-        if !copied.changes.is_empty() {
+        if !changes.is_empty() {
             let in_file = |error: crate::Error| error.in_file(&active.path);
             active.ensure_table(first).map_err(in_file)?;
-            active.publish(&copied.changes, &[], &page).map_err(in_file)?;
+            active.publish(&changes, &freed, &page).map_err(in_file)?;
         }
-        copied.space.into_iter().for_each(NewClusters::keep);
-        Ok((old.len() as u64, copied.bytes))
+        space.into_iter().for_each(NewClusters::keep);
+        Ok((fills.len() as u64, bytes))
     }
 
-    /// Writes what lies below the clusters from `first` on, whose entries are `old`, into new ones; those that are zeros get
-    /// none.
-    fn copy_run<'a>(
+    /// Copies the data that clusters from `first` on need to where it will lie, which `space` has if that is new; what turns out to
+    /// be zeros is not written. Returns the bytes written.
+    fn fill<'a>(
         &self,
         active: &'a Active,
         first: u64,
-        old: &[RawEntry],
+        fills: &mut [Fill],
         after: After<'_>,
-        copied: &mut Copied<'a>,
-    ) -> Result<()> {
+        space: &mut Vec<NewClusters<'a>>,
+    ) -> Result<u64> {
         let bits = active.tables.geometry.cluster_bits;
-        let size = bits.size() as usize;
-        with_scratch(old.len() * size, |bytes| {
-            self.copy_up(active, |_| RawEntry::EMPTY, GuestOffset::new(first << bits.get()), bytes)?;
-            // `[cluster]`: how it becomes zeros, if it does.
-            let mut zeros = Vec::with_capacity(old.len());
-            for (number, cluster) in bytes.chunks_exact(size).enumerate() {
-                let cluster = is_zero(cluster).then_some(first + number as u64);
-                zeros.push(
-                    cluster.map(|cluster| self.zeros_for(active, cluster, after)).transpose()?.flatten(),
-                );
+        let (start, size) = (GuestOffset::new(first << bits.get()), bits.size() as usize);
+        with_scratch(fills.len() * size, |bytes| {
+            for (run, _) in runs(fills, size, |number, _| HostOffset::new((number * size) as u64)) {
+                let old = |cluster| fills[(cluster - first) as usize].old;
+                self.copy_up(active, old, start + run.start as u64, &mut bytes[run])?;
             }
-            let mut at = 0;
-            for run in zeros.chunk_by(|one, other| one == other) {
-                let (cluster, old) = (first + at as u64, &old[at..at + run.len()]);
-                match run[0] {
-                    Some(Zeros::Unsaid) => {}
-                    Some(Zeros::Entry) => copied.zeros(active, cluster, old),
-                    None => copied.data(active, cluster, old, &bytes[at * size..][..run.len() * size])?,
+            for (number, fill) in fills.iter_mut().enumerate() {
+                let copied = fill.need.allocated;
+                for unit in units(active).filter(|unit| copied & unit.bits != 0) {
+                    let at = number * size + unit.bytes.start;
+                    if is_zero(&bytes[at..at + unit.bytes.len()]) {
+                        let len = unit.bytes.len() as u64;
+                        let unsaid = self.is_zero_after(start + at as u64, len, after)?;
+                        fill.reads_as_zeros(unit.bits, unsaid, active.tables.version);
+                    }
                 }
-                at += run.len();
             }
-            Ok(())
+            let mut wanted = fills.iter().filter(|fill| fill.moves()).count() as u64;
+            while wanted > 0 {
+                let new = active.allocate(wanted)?;
+                wanted -= new.clusters;
+                space.push(new);
+            }
+            let new =
+                space.iter().flat_map(|new| (0..new.clusters).map(|number| new.at + (number << bits.get())));
+            for (fill, host) in fills.iter_mut().filter(|fill| fill.moves()).zip(new) {
+                fill.moved = Some(host);
+            }
+            let mut written = 0;
+            for (run, host) in runs(fills, size, |_, fill| fill.host_now()) {
+                let wrote = active.store.write_all(&bytes[run.clone()], host).while_trying("write");
+                wrote.map_err(|error| error.at(host).in_file(&active.path))?;
+                written += run.len() as u64;
+            }
+            Ok(written)
         })
     }
+}
 
-    /// How a cluster of zeros is said; `None` where it has to be written, as version 2 has no other way.
-    fn zeros_for(&self, active: &Active, cluster: u64, after: After<'_>) -> Result<Option<Zeros>> {
-        if self.is_zero_after(active, cluster, after)? {
-            return Ok(Some(Zeros::Unsaid));
+/// A subcluster, or a cluster without any.
+struct Unit {
+    /// Its bits in [`Subclusters`].
+    bits: u32,
+    /// Its bytes in the cluster.
+    bytes: Range<usize>,
+}
+
+/// The units of each cluster.
+fn units(active: &Active) -> impl Iterator<Item = Unit> {
+    let geometry = active.tables.geometry;
+    let (count, size) =
+        (geometry.cluster_bits.size() / geometry.unit().size(), geometry.unit().size() as usize);
+    (0..count as usize).map(move |number| Unit {
+        bits: if count == 1 { u32::MAX } else { 1 << number },
+        bytes: number * size..(number + 1) * size,
+    })
+}
+
+/// What a cluster of the target was, and what it gets.
+#[derive(Debug)]
+struct Fill {
+    old: RawEntry,
+    entry: L2Entry,
+    /// What it has nothing of itself: data, or zero bits.
+    need: Subclusters,
+    /// Where the cluster lies from now on, if that is new.
+    moved: Option<HostOffset>,
+}
+
+impl Fill {
+    fn new(old: RawEntry, entry: L2Entry, need: Subclusters) -> Self {
+        let has = entry.states();
+        let lacks = !(has.allocated | has.zero);
+        let need = Subclusters { allocated: need.allocated & lacks, zero: need.zero & lacks };
+        Self { old, entry, need, moved: None }
+    }
+
+    /// Whether it needs a new cluster: it has none, or others use its cluster.
+    fn moves(&self) -> bool {
+        self.need.allocated != 0 && self.entry.own_host().is_none()
+    }
+
+    /// What is written: with what it needs, all that it has, if it moves.
+    fn written(&self) -> u32 {
+        self.need.allocated | if self.moves() { self.entry.states().allocated } else { 0 }
+    }
+
+    /// Bytes that are written, if nothing turns out to be zeros.
+    fn bytes(&self, active: &Active) -> u64 {
+        let part = active.tables.geometry.cluster_bits.size() / u64::from(Subclusters::COUNT);
+        u64::from(self.written().count_ones()) * part
+    }
+
+    /// A unit is zeros: it gets a zero bit, unless it reads so without. Version 2 has to write them.
+    fn reads_as_zeros(&mut self, unit: u32, unsaid: bool, version: u32) {
+        if unsaid || version >= ZEROS_SINCE {
+            self.need.allocated &= !unit;
+            self.need.zero |= if unsaid { 0 } else { unit };
         }
-        Ok((active.tables.version >= ZEROS_SINCE).then_some(Zeros::Entry))
+    }
+
+    /// Where its data lies now.
+    fn host_now(&self) -> HostOffset {
+        self.moved.or(self.entry.host()).expect("data lies in a cluster")
+    }
+
+    fn entry_now(&self) -> L2Entry {
+        let (has, need) = (self.entry.states(), self.need);
+        let states = Subclusters { allocated: has.allocated | need.allocated, zero: has.zero | need.zero };
+        let is_own = self.moved.is_some() || self.entry.own_host().is_some();
+        L2Entry::of_subclusters(self.moved.or(self.entry.host()), is_own, states)
     }
 }
 
-/// How a cluster comes to read as zeros.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Zeros {
-    /// Nothing lies below it.
-    Unsaid,
-    /// By an entry.
-    Entry,
-}
-
-/// What a run of clusters gets, until entries lead to it.
-#[derive(Debug, Default)]
-struct Copied<'a> {
-    changes: Vec<Change>,
-    space: Vec<NewClusters<'a>>,
-    bytes: u64,
-}
-
-impl<'a> Copied<'a> {
-    fn zeros(&mut self, active: &Active, first: u64, old: &[RawEntry]) {
-        let new = active.encode(L2Entry::Zero { host: None, copied: false });
-        let zeros = (first..).zip(old).map(|(cluster, &old)| Change { cluster, old, new });
-        self.changes.extend(zeros);
-    }
-
-    fn data(
-        &mut self,
-        active: &'a Active,
-        mut first: u64,
-        mut old: &[RawEntry],
-        mut bytes: &[u8],
-    ) -> Result<()> {
-        let bits = active.tables.geometry.cluster_bits;
-        while !old.is_empty() {
-            let space = active.allocate(old.len() as u64)?;
-            let (at, count) = (space.at, space.clusters);
-            self.space.push(space);
-            let (now, later) = bytes.split_at((count << bits.get()) as usize);
-            let written = active.store.write_all(now, at).while_trying("write");
-            written.map_err(|error| error.at(at).in_file(&active.path))?;
-            let change = |(number, &old): (u64, &RawEntry)| {
-                let host = at + (number << bits.get());
-                let new = active.encode(L2Entry::Data { host, copied: true });
-                Change { cluster: first + number, old, new }
-            };
-            self.changes.extend((0..).zip(&old[..count as usize]).map(change));
-            self.bytes += now.len() as u64;
-            (first, old, bytes) = (first + count, &old[count as usize..], later);
+/// The runs of bytes that are written, in clusters of `size` bytes, and where each lies by what `host` says of its clusters.
+fn runs(
+    fills: &[Fill],
+    size: usize,
+    host: impl Fn(usize, &Fill) -> HostOffset,
+) -> Vec<(Range<usize>, HostOffset)> {
+    let part = size / Subclusters::COUNT as usize;
+    let mut runs: Vec<(Range<usize>, HostOffset)> = Vec::new();
+    for (number, fill) in fills.iter().enumerate() {
+        let written = Subclusters { allocated: fill.written(), zero: 0 };
+        for (first, count, state) in written.runs() {
+            if state != SubclusterState::Allocated {
+                continue;
+            }
+            let (within, len) = (first as usize * part, count as usize * part);
+            let (start, at) = (number * size + within, host(number, fill) + within as u64);
+            match runs.last_mut() {
+                Some((last, host)) if last.end == start && *host + last.len() as u64 == at => last.end += len,
+                _ => runs.push((start..start + len, at)),
+            }
         }
-        Ok(())
     }
+    runs
 }
 
 fn differ(before: Run, after: Run) -> bool {

@@ -38,9 +38,6 @@ pub(crate) fn open(
         if top.is_in_session() {
             return Err(MergeFault::Unclosed.into());
         }
-        if header.has_subclusters() {
-            return Err(ErrorKind::Subclusters.into());
-        }
         let store = Arc::clone(&top.opened.store);
         let mut active =
             Active::open(&top.path, store, top.opened.identity, header, index, resources.new_pages()?)?;

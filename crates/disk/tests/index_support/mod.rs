@@ -190,13 +190,15 @@ pub fn name_of(verdict: &IndexVerdict) -> &'static str {
 pub fn random_chain(random: &mut SmallRng, layers: usize) -> Chain {
     let mut chain = Chain::new();
     for number in 0..layers {
-        let maker = match random.random_range(0..6) {
+        let maker = match random.random_range(0..8) {
             0 if number == 0 => Maker::Raw,
             0 | 1 => Maker::Stock,
             2 => Maker::Old,
+            3 | 4 => Maker::Subclusters,
             _ => Maker::Ours,
         };
-        let bits = ClusterBits::new(random.random_range(9..=17)).expect("in range");
+        let smallest = if maker == Maker::Subclusters { 14 } else { 9 };
+        let bits = ClusterBits::new(random.random_range(smallest..=17)).expect("in range");
         let size = random.random_range(200..40_000) * 512;
         chain.add(maker, size, bits);
         if maker == Maker::Raw {
