@@ -113,7 +113,7 @@ fn images_of_stock_tools_read_and_map_as_they_say() {
 fn ours(
     dir: &Path,
     bits: u32,
-    version: u32,
+    (version, subclusters): (u32, bool),
     backing: Option<Format>,
     random: &mut SmallRng,
 ) -> (std::path::PathBuf, Vec<u8>) {
@@ -133,6 +133,7 @@ fn ours(
         size: Some(size),
         cluster_bits: ClusterBits::new(bits).expect("allowed"),
         version,
+        subclusters,
         refcount_order: RefcountOrder::new(if version == 2 { 4 } else { random.random_range(0..=6) })
             .expect("allowed"),
         backing: backing.map(|format| ("layer0".into(), format)),
@@ -168,11 +169,14 @@ fn ours(
 fn our_images_read_and_map_as_we_say() {
     for_seeds(1, |seed| {
         for bits in 9..=21 {
-            for version in [2, 3] {
+            for (version, subclusters) in [(2, false), (3, false), (3, true)] {
+                if subclusters && bits < 14 {
+                    continue;
+                }
                 for backing in [None, Some(Format::Qcow2), Some(Format::Raw)] {
                     let dir = scratch();
                     let mut random = random("ours", seed * 100_000 + u64::from(bits * 100 + version));
-                    let (path, model) = ours(dir.path(), bits, version, backing, &mut random);
+                    let (path, model) = ours(dir.path(), bits, (version, subclusters), backing, &mut random);
                     stock::assert_clean(&path);
                     let raw = dir.path().join("model");
                     std::fs::write(&raw, &model).expect("written");
@@ -185,18 +189,107 @@ fn our_images_read_and_map_as_we_say() {
     });
 }
 
+/// What is done to each of the clusters below: a place in the cluster and a length, in eighths of a subcluster.
+const OPERATIONS: [(&str, u64, u64); 10] = [
+    ("write", 11, 3),
+    ("write", 16, 8),
+    ("write", 20, 29),
+    ("write", 0, 256),
+    ("zero", 11, 3),
+    ("zero", 16, 8),
+    ("zero", 20, 29),
+    ("zero", 0, 256),
+    ("unmap", 0, 256),
+    ("discard", 0, 256),
+];
+
+/// Clusters of each kind: unallocated, in part, whole; plain zeros, zeros with a cluster, zeros in part, data and zeros; compressed, the
+/// disk's last one.
+fn every_kind(cluster: u64) -> Vec<String> {
+    let sub = cluster / 32;
+    let at = |number: u64, sub_number: u64| number * cluster + sub_number * sub;
+    let part = |number: u64| (at(number, 2), 2 * sub + sub / 2);
+    let ((one, len), (four, _), (five, _)) = (part(1), part(4), part(5));
+    vec![
+        format!("write -q -c -P 9 {} {}", at(7, 0), cluster - 512),
+        format!("write -q -P 1 {one} {len}"),
+        format!("write -q -P 2 {} {cluster}", at(2, 0)),
+        format!("write -q -z -u {} {cluster}", at(3, 0)),
+        format!("write -q -P 3 {} {cluster}", at(4, 0)),
+        format!("write -q -z {} {cluster}", at(4, 0)),
+        format!("write -q -P 4 {four} {len}"),
+        format!("write -q -z -u {five} {}", 2 * sub),
+        format!("write -q -P 5 {} {cluster}", at(6, 0)),
+        format!("write -q -z {} {}", at(6, 1), 4 * sub),
+    ]
+}
+
+/// By us and by stock tools: each operation on each kind of cluster, of each size, over backing files of three lengths.
+#[test]
+fn every_operation_on_every_kind_of_subclusters_reads_as_it_must() {
+    let dir = scratch();
+    for bits in 14..=21 {
+        for (turn, (operation, first, len)) in OPERATIONS.into_iter().enumerate() {
+            let cluster = 1u64 << bits;
+            let size = 8 * cluster - 512;
+            let below = [0, size / 2, size + cluster][(turn + bits as usize) % 3];
+            let what = format!("{operation} {first} {len}, clusters of 2^{bits}, {below} bytes below");
+            let base = vec![0x77; below as usize];
+            std::fs::write(dir.path().join("base"), &base).expect("written");
+            let path = |name: &str| dir.path().join(name);
+            let (ours, stocks) = (path("ours"), path("stocks"));
+            let options = format!("extended_l2=on,cluster_size={cluster}");
+            let text = size.to_string();
+            let mut create = vec!["create", "-q", "-f", "qcow2", "-o", &options, path_str(&ours), &text];
+            create.extend(if below > 0 { &["-b", "base", "-F", "raw"][..] } else { &[] });
+            qemu_img(&create);
+            stock::qemu_io(&ours, &every_kind(cluster));
+            std::fs::copy(&ours, &stocks).expect("copied");
+            let mut model = stock::content(&ours, "qcow2");
+            let disk = open(&ours);
+            let mut commands = Vec::new();
+            for number in 0..8 {
+                let at = number * cluster + first * cluster / 256;
+                let len = (len * cluster / 256).min(size - at);
+                let fill = if operation == "write" { 0x42 } else { 0 };
+                model[at as usize..(at + len) as usize].fill(fill);
+                let (done, command) = match operation {
+                    "write" => (write(&disk, at, &vec![fill; len as usize]), "write -q -P 0x42"),
+                    "zero" => (disk.write_zeroes(range(at, len), false), "write -q -z"),
+                    "unmap" => (disk.write_zeroes(range(at, len), true), "write -q -z -u"),
+                    _ => (disk.discard(range(at, len)), "discard -q"),
+                };
+                done.unwrap_or_else(|error| panic!("{what}: {error}"));
+                commands.push(format!("{command} {at} {len}"));
+            }
+            assert_reads(&disk, &model, &what);
+            disk.close().expect("closes");
+            drop(disk);
+            stock::qemu_io(&stocks, &commands);
+            for path in [&ours, &stocks] {
+                stock::assert_clean(path);
+                let disk = open_read_only(path);
+                assert_reads(&disk, &model, &what);
+                assert_maps_agree(&disk, path, "qcow2", size);
+            }
+            qemu_img(&["compare", "-q", path_str(&ours), path_str(&stocks)]);
+            for name in ["ours", "stocks"] {
+                std::fs::remove_file(path(name)).expect("removed");
+            }
+        }
+    }
+}
+
 /// Turns: they write, we write, they write again, and so on, on one image with an internal snapshot between.
 #[test]
 fn an_image_goes_back_and_forth_between_stock_tools_and_us() {
     for_seeds(4, |seed| {
         let dir = scratch();
         let mut random = random("turns", seed);
-        let bits = random.random_range(9..=16);
-        let made = make(
-            dir.path(),
-            &[LayerShape::qcow2(14, 1 << 20), LayerShape::qcow2(bits, 1 << 20)],
-            &mut random,
-        );
+        let subclusters = seed % 2 == 1;
+        let bits = random.random_range(if subclusters { 14..=17 } else { 9..=16 });
+        let top = LayerShape { subclusters, ..LayerShape::qcow2(bits, 1 << 20) };
+        let made = make(dir.path(), &[LayerShape::qcow2(14, 1 << 20), top], &mut random);
         let mut model = made.model;
         for turn in 0..5u8 {
             let (at, len) = some_range(&mut random, model.len() as u64, made.cluster);

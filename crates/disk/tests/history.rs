@@ -13,13 +13,15 @@ const STEPS: usize = 150;
 
 const PLAIN: Kind = Kind { options: "cluster_size=64k", version: 3, cluster: 64 << 10, has_raw_base: false };
 
-const KINDS: [Kind; 6] = [
+const KINDS: [Kind; 8] = [
     PLAIN,
     Kind { options: "cluster_size=4k", cluster: 4 << 10, ..PLAIN },
+    Kind { options: "cluster_size=128k,extended_l2=on", cluster: 4 << 10, ..PLAIN },
     Kind { has_raw_base: true, ..PLAIN },
     Kind { options: "compat=0.10", version: 2, ..PLAIN },
     Kind { options: "cluster_size=2M", cluster: 2 << 20, ..PLAIN },
-    Kind { options: "cluster_size=16k,refcount_bits=1", cluster: 16 << 10, has_raw_base: true, version: 3 },
+    Kind { options: "cluster_size=16k,refcount_bits=1", cluster: 16 << 10, has_raw_base: true, ..PLAIN },
+    Kind { options: "cluster_size=16k,extended_l2=on", cluster: 512, has_raw_base: true, ..PLAIN },
 ];
 
 fn run(seed: u64, kills: bool) {
@@ -42,10 +44,10 @@ fn run(seed: u64, kills: bool) {
 
 #[test]
 fn every_state_reads_as_its_array() {
-    for_seeds(6, |seed| run(seed, false));
+    for_seeds(8, |seed| run(seed, false));
 }
 
 #[test]
 fn every_state_reads_as_its_array_though_processes_are_killed() {
-    for_seeds(6, |seed| run(seed, true));
+    for_seeds(8, |seed| run(seed, true));
 }
