@@ -65,7 +65,8 @@ impl Disk {
             return Err(Error::from(SnapshotFault::StaysRaw).in_file(&self.path));
         }
         self.check_name(&info.name)?;
-        check_ready(&self.path, info, format).map_err(|error| error.in_file(&self.path))
+        check_ready(&self.path, info, (format, self.options.subclusters))
+            .map_err(|error| error.in_file(&self.path))
     }
 
     /// Refuses a name that the chain has, under whatever file name: the older state could not be named any more.

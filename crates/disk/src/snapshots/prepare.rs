@@ -123,14 +123,17 @@ fn make_ready(
 ///
 /// # Errors
 /// As [`prepare`], but for what the host reports only when it is tried.
-pub(crate) fn check_ready(active: &Path, info: &SnapshotInfo, format: Format) -> Result<()> {
+pub(crate) fn check_ready(
+    active: &Path,
+    info: &SnapshotInfo,
+    (format, subclusters): (Format, bool),
+) -> Result<()> {
     check_path(active)?;
     info.check().map_err(vmstrata_qcow2::CreateError::from)?;
     let below = Below::read(active, format)?;
     let frozen = names::frozen_path(active, &info.name, below.format).ok_or(SnapshotFault::NotAFile)?;
     let name = names::sibling(frozen.file_name().unwrap_or_default());
-    // Subclusters take no room in a header.
-    below.overlay(name, info, false)?;
+    below.overlay(name, info, subclusters)?;
     match frozen.symlink_metadata() {
         // What a killed process left is removed when this is done in earnest.
         Ok(there) if FileId::of(&there) == below.identity.file => Ok(()),
