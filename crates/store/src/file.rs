@@ -298,6 +298,10 @@ impl LocalFile for FileStore {
         self.direct.is_none() && transfer::read_cached(self.file.as_fd(), buf, at)
     }
 
+    fn allocate(&self, at: HostOffset, len: u64) -> io::Result<()> {
+        fallocate(&self.file, FallocateFlags::empty(), at.get(), len)
+    }
+
     fn begin_write_out(&self, at: HostOffset, len: u64) {
         if self.direct.is_none()
             && let (Ok(at), Ok(len)) = (at.get().try_into(), len.try_into())

@@ -220,6 +220,14 @@ pub trait LocalFile {
         false
     }
 
+    /// Gives a range that is a hole, or lies past the end, its space: it reads as zeros, and writes into it need none.
+    ///
+    /// # Errors
+    /// A medium without space, or that cannot promise any.
+    fn allocate(&self, _at: HostOffset, _len: u64) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
     /// Asks the host to begin writing out a range that it has in memory only. A wish: nothing waits for it or is told of what
     /// becomes of it, and only [`Store::flush`] says what is on stable storage.
     fn begin_write_out(&self, _at: HostOffset, _len: u64) {}

@@ -107,16 +107,14 @@ impl Active {
         if raw & COPIED != 0 {
             return Ok(());
         }
-        let old = table_of(&self.tables, raw, u64::MAX)?;
-        let mut bytes = vec![0; self.tables.geometry.cluster_bits.size() as usize];
-        if let Some(old) = old {
-            self.store
-                .read_padded(&mut bytes, old)
-                .while_trying("read an L2 table")
-                .map_err(|e| e.at(old))?;
-        }
+        let bytes = table_of(&self.tables, raw, u64::MAX)?.map(|old| {
+            let mut bytes = vec![0; self.tables.geometry.cluster_bits.size() as usize];
+            let read = self.store.read_padded(&mut bytes, old).while_trying("read an L2 table");
+            read.map(|()| bytes).map_err(|error| error.at(old))
+        });
+        let bytes = bytes.transpose()?;
         let space = self.allocate(1)?;
-        self.put_table(index, raw, space, &bytes, |record, freed| {
+        self.put_table(index, raw, space, bytes.as_deref(), |record, freed| {
             self.changes.note_or_commit(std::slice::from_ref(record), freed, self)
         })
     }
@@ -132,7 +130,6 @@ impl Active {
         match self.l1_entry(index)? {
             0 => {
                 let space = self.try_allocate()?;
-                let bytes = vec![0; self.tables.geometry.cluster_bits.size() as usize];
                 let note = |record: &Record, freed: &[Freed]| match self
                     .changes
                     .note(std::slice::from_ref(record), freed)
@@ -140,28 +137,35 @@ impl Active {
                     Noted::NoRoom => Err(self.changes.no_room()),
                     noted => Ok(noted),
                 };
-                self.put_table(index, 0, space, &bytes, note).ok()
+                self.put_table(index, 0, space, None, note).ok()
             }
             raw => (raw & COPIED != 0).then_some(()),
         }
     }
 
-    /// Writes a new L2 table to `space`, a cluster that was allocated for it, and puts it in place of the one that `raw` leads
-    /// to. The caller holds the L1 lock.
+    /// Writes a new L2 table, empty without `bytes`, to `space`, a cluster that was allocated for it, and puts it in place of the
+    /// one that `raw` leads to. The caller holds the L1 lock.
     fn put_table(
         &self,
         index: u64,
         raw: u64,
         space: NewClusters<'_>,
-        bytes: &[u8],
+        bytes: Option<&[u8]>,
         note: impl FnOnce(&Record, &[Freed]) -> Result<Noted>,
     ) -> Result<()> {
         let (at, len) = (space.at, self.tables.geometry.cluster_bits.size());
         let new = at.get() | COPIED;
         let freed = table_of(&self.tables, raw, u64::MAX)?.map(|at| Freed { at, len });
         let record = Record::of_l1(index, raw, new);
-        let written = self.store.write_all(bytes, at).while_trying("write a new L2 table");
-        written.map_err(|error| error.at(at))?;
+        let written = match bytes {
+            Some(bytes) => self.store.write_all(bytes, at),
+            // A commit that meets a full host cannot be undone: the table has its space from now on.
+            None if space.zeroed && self.store.local().is_some_and(|file| file.allocate(at, len).is_ok()) => {
+                Ok(())
+            }
+            None => self.store.write_all(&vec![0; len as usize], at),
+        };
+        written.while_trying("write a new L2 table").map_err(|error| error.at(at))?;
         let noted = note(&record, freed.as_slice())?;
         space.keep();
         // Only now: a thread that sees the table records entries in it, and a journal that has those must have this one.
