@@ -21,6 +21,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -65,8 +66,8 @@ struct State {
     commit_each: bool,
     /// Noted since the last commit began.
     open: Batch,
-    /// Being written to the image by a commit.
-    closing: Batch,
+    /// Being written to the image by a commit, which reads it without the lock.
+    closing: Arc<Batch>,
     /// On stable storage; their clusters wait for requests under way.
     reclaimable: Vec<Freed>,
     /// When the oldest change of `open` was noted.
@@ -108,7 +109,7 @@ impl Changes {
             journal: None,
             commit_each: false,
             open: Batch::default(),
-            closing: Batch::default(),
+            closing: Arc::default(),
             reclaimable: Vec::new(),
             since: None,
             refused: None,
@@ -195,7 +196,7 @@ impl Changes {
     /// Puts noted entries for `clusters` over what the image says of them.
     pub(crate) fn overlay(&self, clusters: std::ops::Range<u64>, mut put: impl FnMut(u64, RawEntry)) {
         let state = self.state.lock();
-        for batch in [&state.closing, &state.open] {
+        for batch in [&*state.closing, &state.open] {
             for (slot, &raw) in batch.entries.range(Slot::L2(clusters.start)..Slot::L2(clusters.end)) {
                 if let Slot::L2(cluster) = *slot {
                     put(cluster, raw);
@@ -251,9 +252,9 @@ impl Changes {
             if !Planted::SwappedFlush.is_there() {
                 target.flush()?;
             }
-            // A copy: lookups that miss the cache must go on finding the entries until they are in the image.
-            let entries = self.state.lock().closing.entries.clone();
-            target.write_entries(&entries)?;
+            // Lookups that miss the cache go on finding the entries until they are in the image.
+            let closing = Arc::clone(&self.state.lock().closing);
+            target.write_entries(&closing.entries)?;
             if !Planted::MissingFlush.is_there() {
                 target.flush()?;
             }
@@ -274,7 +275,7 @@ impl Changes {
         if state.journal.as_mut().is_some_and(|journal| journal.turn().is_ok()) {
             state.refused = None;
         }
-        state.closing = std::mem::take(&mut state.open);
+        state.closing = Arc::new(std::mem::take(&mut state.open));
         state.since = None;
         true
     }
@@ -282,12 +283,15 @@ impl Changes {
     fn end(&self) {
         let mut state = self.state.lock();
         let closed = std::mem::take(&mut state.closing);
-        for run in closed.freed {
+        for &run in &closed.freed {
             merge(&mut state.reclaimable, run, self.bits);
         }
         if let Some(journal) = &mut state.journal {
             journal.drop_older();
         }
+        drop(state);
+        // It may be large: others do not wait for it.
+        drop(closed);
     }
 
     /// Whether a change has waited longer than `age`.
