@@ -62,6 +62,9 @@ const ROOM_STEP: u64 = 4 << 10;
 /// Room that a half keeps when it is dropped.
 const ROOM_KEPT: u64 = 1 << 20;
 
+/// Records as they are written.
+type Bytes = SmallVec<[u8; 4 * EXTENDED_LEN]>;
+
 /// One change of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
@@ -96,8 +99,8 @@ impl Record {
         Self { slot: Slot::L1(index), old: RawEntry::standard(old), new: RawEntry::standard(new) }
     }
 
-    /// `seed` is the turn's ([`Subject::seed`]): a record of another turn does not pass its check.
-    fn encode(&self, subject: &Subject, seed: u32) -> SmallVec<[u8; EXTENDED_LEN]> {
+    /// Appends the record's bytes. `seed` is the turn's ([`Subject::seed`]): a record of another turn does not pass its check.
+    fn put(&self, subject: &Subject, seed: u32, into: &mut Bytes) {
         let index = match self.slot {
             Slot::L1(index) => index | L1_FLAG,
             Slot::L2(cluster) => cluster,
@@ -106,10 +109,10 @@ impl Record {
         let words = [index, old.word, new.word, old.subclusters, new.subclusters];
         let words = if subject.is_extended { &words[..] } else { &words[..3] };
         assert!(subject.is_extended || old.subclusters | new.subclusters == 0, "no room for subclusters");
-        let mut bytes: SmallVec<_> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        let check = u64::from(crc32c::crc32c_append(seed, &bytes)) | 1 << 32;
-        bytes.extend_from_slice(&check.to_le_bytes());
-        bytes
+        let start = into.len();
+        words.iter().for_each(|word| into.extend_from_slice(&word.to_le_bytes()));
+        let check = u64::from(crc32c::crc32c_append(seed, &into[start..])) | 1 << 32;
+        into.extend_from_slice(&check.to_le_bytes());
     }
 
     /// `bytes` are those of one record.
@@ -347,8 +350,8 @@ impl Journal {
     pub(crate) fn append(&mut self, records: &[Record]) -> io::Result<()> {
         self.check_sound()?;
         let seed = self.subject.seed(self.turn_now());
-        let bytes: SmallVec<[u8; 4 * RECORD_LEN]> =
-            records.iter().flat_map(|record| record.encode(&self.subject, seed)).collect();
+        let mut bytes = Bytes::new();
+        records.iter().for_each(|record| record.put(&self.subject, seed, &mut bytes));
         let half = &mut self.halves[self.current];
         let end = half.len + bytes.len() as u64;
         if end > self.len_max {
