@@ -4,7 +4,7 @@
 //!   push ──► map says: data in open files, zeros ──► ring ──► completion
 //!        │   small read of pages that were read before: copied by the batch ─▲
 //!        │   write where the active layer owns the clusters: page cache ─────▲
-//!        │   flush without pending changes of tables: ring, one for all that wait
+//!        │   flush without pending changes of tables: ring, or here if it is short and alone
 //!        └───────► anything else: a worker carries it out, blocking ─────────┘
 //! ```
 //!
@@ -313,6 +313,7 @@ impl IoQueue {
     /// Hands everything pushed to the kernel, in one call if it takes any, and carries out what it is not needed for.
     pub fn submit(&mut self) {
         self.start_reads();
+        self.start_flush();
         if let Err(error) = self.ring.submit() {
             // Nothing is lost: entries stay queued, and the next call tries again.
             tracing::warn!(%error, "io_uring takes no requests for the moment");
@@ -364,6 +365,7 @@ impl IoQueue {
     pub fn wait(&mut self, watched: &[BorrowedFd<'_>], timeout: Option<Duration>) -> u64 {
         assert!(watched.len() <= WATCHED_MAX, "at most {WATCHED_MAX} descriptors can be watched");
         self.start_reads();
+        self.start_flush();
         self.let_go();
         let timeout = if self.ready.is_empty() && self.mailbox.about_to_sleep() {
             let until_throttled =
@@ -423,7 +425,7 @@ impl IoQueue {
         let mut moved = std::mem::take(&mut self.moved);
         for completion in moved.drain(..) {
             if completion.token == flush::TOKEN {
-                self.flushed(completion.result, out);
+                self.flushed(completion.result.map(drop));
                 continue;
             }
             let number = u32::try_from(completion.token).expect("a token is a slot");
@@ -447,6 +449,9 @@ impl IoQueue {
             if !self.held.is_empty() {
                 self.start_held();
             }
+        }
+        if self.flushes.is_wanted() {
+            self.submit();
         }
         out.append(&mut self.ready);
         let count = out.len() - before;

@@ -226,6 +226,7 @@ fn one_flush_of_the_ring_serves_all_that_wait() {
         full.add(OperationKind::Flush, 0, Effect::Hold);
         let mut client = Client::new(&full.disk, 16);
         client.push(Op::Flush, 0, 0, None);
+        client.push(Op::Flush, 0, 0, None);
         client.submit();
         let is_held = full.plan.wait_until_held(1, Duration::ZERO);
         for number in 0..COUNT {
@@ -238,7 +239,7 @@ fn one_flush_of_the_ring_serves_all_that_wait() {
         assert!(is_held, "no flush of the ring");
         assert_eq!(passed, [read], "who does not flush waits for no flush");
         let done = client.drain();
-        assert_eq!(done.len() as u64, 1 + 2 * COUNT);
+        assert_eq!(done.len() as u64, 2 + 2 * COUNT);
         assert!(done.iter().all(|done| done.result.is_ok()));
         assert_eq!((full.flushes() - before.0, full.disk.stats().at_workers), (2, before.1));
         drop(client);
@@ -247,24 +248,54 @@ fn one_flush_of_the_ring_serves_all_that_wait() {
 }
 
 #[test]
-fn a_flush_of_the_ring_that_fails_fails_the_disk_and_is_not_made_again() {
-    for (alignment, nth) in [1, 512].into_iter().flat_map(|alignment| (0..4).map(move |nth| (alignment, nth)))
-    {
+fn all_but_their_own_queue_pass_a_flush_that_is_alone_and_held() {
+    let full = full(1);
+    let before = full.flushes();
+    full.add(OperationKind::Flush, 0, Effect::Hold);
+    std::thread::scope(|scope| {
+        let alone = scope.spawn(|| {
+            let mut client = Client::new(&full.disk, 16);
+            client.push(DURABLE, 0, LEN, Some(&NEW));
+            client.drain().remove(0).result
+        });
+        let is_held = full.plan.wait_until_held(1, Duration::from_secs(10));
+        let mut client = Client::new(&full.disk, 16);
+        client.push(Op::Write { fua: false }, CLUSTER, LEN, Some(&NEW));
+        client.push(Op::Read, 0, LEN, None);
+        let passed = client.drain();
+        // It may not vouch for what came after the flush that is held, nor be made beside it.
+        let flush = scope.spawn(|| full.disk.flush());
+        let flushes = full.flushes();
+        full.plan.release();
+        assert!(is_held && passed.iter().all(|done| done.result.is_ok()));
+        assert_eq!(flushes - before, 1, "flushed beside a flush");
+        alone.join().unwrap().unwrap();
+        flush.join().unwrap().unwrap();
+        assert_eq!(full.flushes() - before, 2);
+    });
+    full.disk.close().unwrap();
+}
+
+#[test]
+fn a_flush_of_a_queue_that_fails_fails_the_disk_and_is_not_made_again() {
+    let cases = [(1, 1), (1, 2), (512, 1)];
+    for ((alignment, count), nth) in cases.into_iter().flat_map(|case| (0..3).map(move |nth| (case, nth))) {
         let full = full(alignment);
         let before = full.flushes();
         full.add(OperationKind::Flush, nth, Effect::Fail(EIO));
         let mut client = Client::new(&full.disk, 16);
-        // One flush for whichever is first, and one for the other, which comes while that is in flight.
+        // The thread flushes for one request, and the ring for two.
         let mut round = || {
             client.push(DURABLE, 0, LEN, Some(&NEW));
-            client.push(Op::Flush, 0, 0, None);
+            if count == 2 {
+                client.push(Op::Flush, 0, 0, None);
+            }
             client.drain().iter().filter(|done| done.result.is_err()).count()
         };
-        for _ in 0..nth / 2 {
+        for _ in 0..nth {
             assert_eq!(round(), 0, "before flush {nth}");
         }
-        assert_eq!(round(), if nth % 2 == 0 { 2 } else { 1 }, "at flush {nth}");
-        assert_eq!(round(), 2, "after flush {nth}");
+        assert_eq!((round(), round()), (count, count), "at flush {nth} and after it");
         assert_eq!(full.flushes() - before, nth + 1, "a lost cause was flushed again");
         let failure = full.disk.failure().expect("the disk has failed");
         assert!(failure.contains("os error 5"), "{failure}");
@@ -295,11 +326,16 @@ impl Full {
 
 #[test]
 fn what_a_queue_made_durable_survives_a_power_failure() {
-    for alignment in [1, 512] {
+    for (alignment, is_alone) in
+        [1, 512].into_iter().flat_map(|alignment| [(alignment, true), (alignment, false)])
+    {
         let full = full(alignment);
         let before = full.image();
         let mut client = Client::new(&full.disk, 16);
         let wait_for = |client: &mut Client, token: u64| -> Moment {
+            if !is_alone {
+                client.push(Op::Read, 0, LEN, None);
+            }
             loop {
                 if client.wait().iter().any(|done| done.token == token && done.result.is_ok()) {
                     return full.plan.now();

@@ -223,4 +223,8 @@ impl LocalFile for FaultStore {
             && matches!(self.plan.admit(self.id, OperationKind::Read), Admission::Go)
             && self.inner.read_exact(buf, at).is_ok()
     }
+
+    fn begin_flush(&self) -> u64 {
+        self.inner.local().map_or(0, LocalFile::begin_flush)
+    }
 }

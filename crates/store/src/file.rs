@@ -13,6 +13,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
@@ -21,7 +22,7 @@ use vmstrata_types::HostOffset;
 use crate::direct::Direct;
 use crate::identity::{FileId, FileIdentity};
 use crate::lock::{self, LockError, LockKind};
-use crate::{Access, LocalFile, Segment, Store, View, transfer, view};
+use crate::{Access, LocalFile, Segment, Store, View, total_len, transfer, view};
 
 /// Bytes by which a file may grow, at least, before it is mapped anew.
 const ROOM_MIN: u64 = 1 << 30;
@@ -103,6 +104,8 @@ pub struct FileStore {
     lock: Option<LockKind>,
     is_owner: bool,
     is_block_device: bool,
+    /// Of [`LocalFile::begin_flush`].
+    unflushed: AtomicU64,
     /// Present when direct I/O was asked for and works.
     direct: Option<Direct>,
 }
@@ -132,7 +135,8 @@ impl FileStore {
         }
         let is_owner = spare_access_time(&file);
         let is_block_device = file.metadata().map_err(failed)?.file_type().is_block_device();
-        Ok(Self { file, path: path.to_owned(), lock: options.lock, is_owner, is_block_device, direct })
+        let (path, lock, unflushed) = (path.to_owned(), options.lock, AtomicU64::new(0));
+        Ok(Self { file, path, lock, is_owner, is_block_device, unflushed, direct })
     }
 
     /// The path the file was opened from.
@@ -210,12 +214,16 @@ impl Store for FileStore {
 
     fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
         match &self.direct {
-            None => transfer::write_at(self.file.as_fd(), segments, at),
+            None => {
+                self.unflushed.fetch_add(total_len(segments) as u64, Ordering::Relaxed);
+                transfer::write_at(self.file.as_fd(), segments, at)
+            }
             Some(direct) => direct.write_at(&self.file, segments, at),
         }
     }
 
     fn flush(&self) -> io::Result<()> {
+        self.begin_flush();
         retry(|| rustix::fs::fdatasync(&self.file))
     }
 
@@ -309,5 +317,9 @@ impl LocalFile for FileStore {
             // SAFETY: takes no pointer. An error of a write is left for the next flush to tell.
             unsafe { libc::sync_file_range(self.file.as_raw_fd(), at, len, libc::SYNC_FILE_RANGE_WRITE) };
         }
+    }
+
+    fn begin_flush(&self) -> u64 {
+        self.unflushed.swap(0, Ordering::Relaxed)
     }
 }

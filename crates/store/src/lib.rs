@@ -231,4 +231,10 @@ pub trait LocalFile {
     /// Asks the host to begin writing out a range that it has in memory only. A wish: nothing waits for it or is told of what
     /// becomes of it, and only [`Store::flush`] says what is on stable storage.
     fn begin_write_out(&self, _at: HostOffset, _len: u64) {}
+
+    /// A flush begins, by [`Store::flush`] or a ring: the bytes written through the host's page cache since the last one
+    /// began, which is the most that it has to write out.
+    fn begin_flush(&self) -> u64 {
+        0
+    }
 }

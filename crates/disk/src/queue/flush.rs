@@ -1,35 +1,55 @@
-//! Flushes that only have to flush a file: the ring makes them.
+//! Flushes that only have to flush a file: the ring makes them, or the queue's thread.
 //!
 //! ```text
-//!   FLUSH, or the end of a write with FUA ──► are table changes pending? ── yes ──► a worker commits them
+//!   FLUSH, or the end of a write with FUA ──► waits for its batch, and for the flush in flight
+//!                                                  │
+//!                                                  ▼
+//!                     are table changes pending? ── yes ──► a worker commits them
 //!                                                  │ no
 //!                                                  ▼
-//!                      one in flight? ── yes ──► waits: the next one is for all that wait
-//!                                │ no
-//!                                ▼
-//!                               ring ──► done ──► all that it is for complete
+//!                     alone, and short? ── yes ──► here ──► done
+//!                                                  │ no
+//!                                                  ▼
+//!                                                ring ──► done ──► all that it is for complete
 //! ```
 //!
-//! A write in place leaves no change, so a guest that overwrites and flushes needs no worker. A flush that fails is not made
-//! again: it fails the file's [`Flusher`](crate::flusher::Flusher), and a worker that flushes for whoever waited says so.
+//! A write in place leaves no change, so a guest that overwrites and flushes needs no worker. A guest with nothing else under way
+//! waits for no other thread either: the ring wakes one for each flush, which takes as long as a fast disk's flush does. What this
+//! thread flushes is short, so that requests that come meanwhile wait little: few bytes were written since the last flush began,
+//! by whomever, and the last one here did not take long.
+//!
+//! A flush that fails is not made again: it fails the file's [`Flusher`](crate::flusher::Flusher), and a worker that flushes
+//! for whoever waited says so.
 
 use std::io;
+use std::time::{Duration, Instant};
+
+use vmstrata_store::{LocalFile, OpenStore};
 
 use super::IoQueue;
 use crate::epoch::Phase;
 use crate::flusher::FlushClaim;
-use crate::request::{Completion, Op, Request};
+use crate::request::{Op, Request};
 
 /// The ring's name for a flush; that of other requests is their slot.
 pub(super) const TOKEN: u64 = u64::MAX;
+
+/// Of a file with more bytes to write out, the ring makes the flush: other requests do not wait for it.
+const SHORT_MAX: u64 = 256 << 10;
+/// A flush that takes longer gains nothing by being made here.
+const PATIENCE: Duration = Duration::from_millis(1);
+/// For so many times as long the ring makes the next ones then: slow flushes take a ninth of the thread's time at most.
+const HELD_BACK: u32 = 8;
 
 /// The flushes of a queue.
 #[derive(Debug, Default)]
 pub(super) struct Flushes {
     /// The slots of those that the flush in flight is for.
     in_flight: Option<(Vec<u32>, FlushClaim)>,
-    /// The slots of those that came later.
+    /// The slots of those that the next one is for.
     waiting: Vec<u32>,
+    /// Until when the ring makes all of them.
+    slow_until: Option<Instant>,
 }
 
 impl Flushes {
@@ -37,32 +57,58 @@ impl Flushes {
     pub(super) fn len(&self) -> usize {
         self.in_flight.as_ref().map_or(0, |(slots, _)| slots.len()) + self.waiting.len()
     }
+
+    /// Whether the next one is to be started.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.in_flight.is_none() && !self.waiting.is_empty()
+    }
+
+    /// Flushes a file here and now, unless flushes take long.
+    fn flush_now(&mut self, file: &OpenStore) -> Option<io::Result<()>> {
+        let begun = Instant::now();
+        if self.slow_until.is_some_and(|until| begun < until) {
+            return None;
+        }
+        let flushed = file.flush();
+        let took = begun.elapsed();
+        self.slow_until = (took > PATIENCE).then(|| begun + took * (1 + HELD_BACK));
+        Some(flushed)
+    }
 }
 
 impl IoQueue {
-    /// Starts a flush, or the second half of a write that is to be durable.
+    /// Starts a flush, or the second half of a write that is to be durable, with its batch.
     pub(super) fn push_flush(&mut self, request: Request, phase: Phase) {
         let slot = self.slot(request, Some(phase), 0);
         self.flush_for(slot);
     }
 
-    /// Flushes for the request in `slot`, which has nothing else to do.
+    /// Flushes for the request in `slot`, which has nothing else to do, with its batch.
     pub(super) fn flush_for(&mut self, slot: u32) {
-        if self.flushes.in_flight.is_some() {
-            self.flushes.waiting.push(slot);
-        } else {
-            self.start_flush(vec![slot]);
+        self.flushes.waiting.push(slot);
+    }
+
+    /// Starts the flush for all that wait for one, unless one is in flight.
+    #[inline]
+    pub(super) fn start_flush(&mut self) {
+        if self.flushes.is_wanted() {
+            self.start_flush_for_all();
         }
     }
 
-    fn start_flush(&mut self, slots: Vec<u32>) {
+    fn start_flush_for_all(&mut self) {
+        let slots = std::mem::take(&mut self.flushes.waiting);
         let is_possible = self.disk.check_flushable().is_ok() && self.refresh();
-        match is_possible.then(|| self.layers.try_claim_flush()).flatten() {
-            Some((file, claim)) => {
-                self.ring.push_flush(file, TOKEN);
-                self.flushes.in_flight = Some((slots, claim));
-            }
-            None => self.leave_flush_to_workers(slots),
+        let Some((file, claim)) = is_possible.then(|| self.layers.try_claim_flush()).flatten() else {
+            return self.leave_flush_to_workers(slots);
+        };
+        let unflushed = file.local().map_or(u64::MAX, LocalFile::begin_flush);
+        let is_alone = self.in_flight == 1;
+        let flushed = if is_alone && unflushed <= SHORT_MAX { self.flushes.flush_now(&file) } else { None };
+        self.flushes.in_flight = Some((slots, claim));
+        match flushed {
+            Some(result) => self.flushed(result),
+            None => self.ring.push_flush(file, TOKEN),
         }
     }
 
@@ -80,19 +126,16 @@ impl IoQueue {
 
     /// The flush in flight has ended.
     #[cold]
-    pub(super) fn flushed(&mut self, result: io::Result<usize>, out: &mut Vec<Completion>) {
+    pub(super) fn flushed(&mut self, result: io::Result<()>) {
         let (slots, claim) = self.flushes.in_flight.take().expect("one was in flight");
         let is_done = result.is_ok();
-        claim.end(result.map(drop));
-        if is_done {
-            slots.into_iter().for_each(|slot| out.push(self.release(slot, Ok(()))));
-        } else {
-            self.leave_flush_to_workers(slots);
+        claim.end(result);
+        if !is_done {
+            return self.leave_flush_to_workers(slots);
         }
-        let waiting = std::mem::take(&mut self.flushes.waiting);
-        if !waiting.is_empty() {
-            self.start_flush(waiting);
-            self.submit();
+        for slot in slots {
+            let completion = self.release(slot, Ok(()));
+            self.ready.push(completion);
         }
     }
 }

@@ -123,6 +123,32 @@ fn durable_overwrites_and_flushes_after_them_need_no_worker() {
 }
 
 #[test]
+fn a_short_flush_that_is_alone_is_made_on_the_spot() {
+    let (_dir, disk) = empty_disk();
+    let whole = || vec![1; 1 << 20].leak();
+    disk.write(GuestOffset::ZERO, &[Segment::from_mut(whole())]).unwrap();
+    disk.flush().unwrap();
+    let flush = || Request { op: Op::Flush, segments: SegmentVec::new(), ..write_at(0) };
+    let durable = || request(Op::Write { fua: true }, 0, vec![7; LEN].leak());
+    let made_on_the_spot = |requests: Vec<Request>| {
+        let mut queue = IoQueue::new(Arc::clone(&disk), 8).unwrap();
+        let count = requests.len();
+        requests.into_iter().for_each(|request| queue.push(request));
+        queue.submit();
+        let made = queue.ready.len() == count;
+        assert_eq!(drain(&mut queue), count);
+        made
+    };
+    assert!(made_on_the_spot(vec![durable()]));
+    assert!(!made_on_the_spot(vec![durable(), flush()]), "others would wait");
+    assert!(made_on_the_spot(vec![request(Op::Write { fua: false }, 0, whole())]));
+    assert!(!made_on_the_spot(vec![flush()]), "all of the disk is to be written out");
+    assert!(made_on_the_spot(vec![flush()]));
+    assert_eq!(disk.stats().at_workers.iter().sum::<u64>(), 0);
+    disk.close().unwrap();
+}
+
+#[test]
 fn writes_wait_without_a_worker_while_the_layers_change() {
     let (_dir, disk) = empty_disk();
     let mut queue = IoQueue::new(Arc::clone(&disk), 8).unwrap();
