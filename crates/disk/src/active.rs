@@ -18,7 +18,7 @@ pub(crate) mod session;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -269,6 +269,13 @@ impl Active {
 type ReadTable<'a> = dyn Fn(&mut [u8], HostOffset) -> io::Result<()> + 'a;
 
 impl Active {
+    /// The same clusters, those whose entries lie in one page at a time.
+    pub(crate) fn by_page(&self, clusters: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+        let shift = entries_shift(&self.tables);
+        let pages = clusters.start >> shift..clusters.end.div_ceil(1 << shift);
+        pages.map(move |page| clusters.start.max(page << shift)..clusters.end.min((page + 1) << shift))
+    }
+
     /// The raw entries of the page that holds the cluster, if they are in memory or there are no tables for any of them.
     pub(crate) fn page_now(&self, cluster: u64) -> Option<[u64; PAGE_WORDS]> {
         let mut entries = [0; PAGE_WORDS];

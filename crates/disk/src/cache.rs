@@ -48,14 +48,19 @@ pub(crate) struct PageKey(u64);
 impl PageKey {
     /// Owners that can exist in the life of a process (20 bits; 0 is not used, so that no key is 0).
     pub(crate) const MAX_OWNER: u32 = (1 << (64 - PAGE_BITS)) - 1;
-    /// Pages that an owner can have.
-    pub(crate) const MAX_PAGES: u64 = 1 << PAGE_BITS;
+    /// Pages that an owner can have, in each of two levels.
+    pub(crate) const MAX_PAGES: u64 = 1 << (PAGE_BITS - 1);
 
     /// # Panics
     /// When owner or page is out of range: disks too large for the cache are refused when they are opened.
     pub(crate) fn new(owner: u32, page: u64) -> Self {
         assert!(owner != 0 && owner <= Self::MAX_OWNER && page < Self::MAX_PAGES, "page key out of range");
         Self(u64::from(owner) << PAGE_BITS | page)
+    }
+
+    /// The owner's page of the same number in its second level.
+    pub(crate) fn in_second_level(self) -> Self {
+        Self(self.0 | Self::MAX_PAGES)
     }
 
     /// Fibonacci hashing, then a multiplication instead of a division to get below `sets`: neighbouring pages

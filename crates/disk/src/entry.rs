@@ -1,9 +1,9 @@
-//! One word of the map: where the newest frozen version of one unit of the disk lies.
+//! One word of the map: where the newest frozen version of one unit of the disk lies, or that its parts lie apart.
 //!
 //! ```text
 //!   63           48 47  46 45                                    0
 //!  ┌───────────────┬──────┬───────────────────────────────────────┐
-//!  │  layer index  │ kind │  host offset, in units of the map     │
+//!  │  layer index  │ kind │  host offset, in units of the level   │
 //!  └───────────────┴──────┴───────────────────────────────────────┘
 //! ```
 //!
@@ -16,6 +16,9 @@ use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 const LAYER_SHIFT: u32 = 48;
 const KIND_SHIFT: u32 = 46;
 const HOST_MASK: u64 = (1 << KIND_SHIFT) - 1;
+/// What stands in place of an offset in words of kind 0.
+const DAMAGED: u64 = 1;
+const SPLIT: u64 = 2;
 
 /// A packed map word; see the module documentation for its layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,7 +71,17 @@ impl MapEntry {
     }
 
     pub(crate) const fn damaged(layer: LayerIndex) -> Self {
-        Self::pack(layer, 0, 1)
+        Self::pack(layer, 0, DAMAGED)
+    }
+
+    /// In the first level of a map: the layer speaks for a part of the unit, and the second level says who has what.
+    pub(crate) const fn split(layer: LayerIndex) -> Self {
+        Self::pack(layer, 0, SPLIT)
+    }
+
+    /// Whether the second level answers for the unit.
+    pub(crate) const fn is_split(self) -> bool {
+        self.0 & (1 << LAYER_SHIFT) - 1 == SPLIT
     }
 
     /// The layer that says it, [`LayerIndex::BASE`] for a hole.
@@ -85,7 +98,8 @@ impl MapEntry {
         Self(self.0 - ((by as u64) << LAYER_SHIFT))
     }
 
-    /// Unpacks the word; `unit` is the map's unit.
+    /// Unpacks the word; `unit` is that of its level. A split word has no mapping of its own: who does not ask the second level
+    /// reads an error.
     pub(crate) const fn mapping(self, unit: ClusterBits) -> Mapping {
         let layer = self.layer();
         match self.0 >> KIND_SHIFT & 3 {
@@ -117,11 +131,23 @@ mod tests {
     }
 
     #[test]
+    fn only_split_words_are_split() {
+        let (unit, layer) = (ClusterBits::MIN, LayerIndex::new(2));
+        let split = MapEntry::split(layer);
+        assert!(split.is_split() && MapEntry::split(LayerIndex::BASE).is_split());
+        assert_eq!((split.layer(), split.mapping(unit)), (layer, Mapping::Damaged(layer)));
+        let at_two = MapEntry::data(layer, HostOffset::new(2 << 9), unit);
+        let others = [at_two, MapEntry::zero(layer), MapEntry::damaged(layer), MapEntry::HOLE];
+        assert!(others.iter().all(|word| !word.is_split()));
+    }
+
+    #[test]
     fn a_newer_layer_always_wins_the_maximum() {
         let unit = ClusterBits::DEFAULT;
         let old = MapEntry::compressed(LayerIndex::new(6));
         let new = MapEntry::data(LayerIndex::new(7), HostOffset::ZERO, unit);
         assert!(new > old && MapEntry::damaged(LayerIndex::BASE) > MapEntry::HOLE);
+        assert!(new > MapEntry::split(LayerIndex::new(6)) && MapEntry::split(LayerIndex::new(8)) > new);
     }
 
     #[test]

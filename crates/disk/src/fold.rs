@@ -6,9 +6,9 @@ use std::sync::Arc;
 use vmstrata_qcow2::{L2Entry, RawEntry, SubclusterState, Subclusters};
 use vmstrata_types::{ClusterBits, GuestOffset, HostOffset, LayerIndex};
 
-use crate::cache::PAGE_WORDS;
 use crate::entry::{MapEntry, Mapping};
 use crate::layer::Layer;
+use crate::levels::{MapPage, Words};
 
 #[derive(Debug)]
 pub(crate) struct Visible {
@@ -17,7 +17,7 @@ pub(crate) struct Visible {
     pub(crate) end: u64,
 }
 
-/// Turns L2 entries of one layer into map entries.
+/// Turns L2 entries of one layer into map entries of one level.
 pub(crate) struct Merge {
     pub(crate) index: LayerIndex,
     format: vmstrata_qcow2::EntryFormat,
@@ -41,17 +41,12 @@ impl Merge {
         Some(Self { index, format: tables.entries, unit, units_per_cluster, file_len })
     }
 
-    /// Puts one cluster's entries over those of a page that starts at `first_unit`.
+    /// Puts one cluster's entries over those of a page.
     #[inline]
-    pub(crate) fn put(
-        &self,
-        cluster: GuestOffset,
-        raw: RawEntry,
-        first_unit: u64,
-        words: &mut [u64; PAGE_WORDS],
-    ) {
-        let page = first_unit..first_unit + PAGE_WORDS as u64;
-        for (unit, entry) in self.entries(cluster, raw).clip(page) {
+    pub(crate) fn put(&self, cluster: GuestOffset, raw: RawEntry, page: MapPage, words: &mut Words) {
+        let units = page.units();
+        let first_unit = units.start;
+        for (unit, entry) in self.entries(cluster, raw).clip(units) {
             let word = &mut words[(unit - first_unit) as usize];
             *word = (*word).max(entry.word());
         }
@@ -76,11 +71,11 @@ impl Merge {
         let is_data = matches!(first.mapping(self.unit), Mapping::Data(..));
         let first_unit = cluster.get() >> self.unit.get();
         ClusterEntries {
+            layer: self.index,
             first,
             step: u64::from(is_data),
             units: first_unit..first_unit + self.units_per_cluster,
             states,
-            zero: MapEntry::zero(self.index),
         }
     }
 
@@ -95,15 +90,16 @@ impl Merge {
     }
 }
 
-/// The map entries of one cluster, unit by unit: data moves along with the units, other kinds repeat.
+/// The map entries of one cluster, unit by unit: data moves along with the units, other kinds repeat. A unit of several
+/// subclusters that differ is split.
 pub(crate) struct ClusterEntries {
+    layer: LayerIndex,
     /// Of the first unit, if it is allocated.
     first: MapEntry,
     step: u64,
     units: Range<u64>,
     /// Of a cluster whose subclusters differ.
     states: Option<Subclusters>,
-    zero: MapEntry,
 }
 
 impl ClusterEntries {
@@ -112,14 +108,17 @@ impl ClusterEntries {
     pub(crate) fn clip(self, range: Range<u64>) -> impl Iterator<Item = (u64, MapEntry)> {
         let units = self.units.start.max(range.start)..self.units.end.min(range.end);
         let per_cluster = self.units.end - self.units.start;
+        let subclusters = (u64::from(Subclusters::COUNT) / per_cluster).max(1);
         units.map(move |unit| {
             let number = unit - self.units.start;
             let data = MapEntry::from_word(self.first.word() + number * self.step);
             let Some(states) = self.states else { return (unit, data) };
-            let subcluster = number * u64::from(Subclusters::COUNT) / per_cluster;
-            let entry = match states.state(subcluster as u32) {
+            let first = number * u64::from(Subclusters::COUNT) / per_cluster;
+            let (state, alike) = states.run(first as u32);
+            let entry = match state {
+                _ if u64::from(alike) < subclusters => MapEntry::split(self.layer),
                 SubclusterState::Allocated => data,
-                SubclusterState::Zero => self.zero,
+                SubclusterState::Zero => MapEntry::zero(self.layer),
                 SubclusterState::Unallocated => MapEntry::HOLE,
             };
             (unit, entry)

@@ -55,6 +55,7 @@ pub(crate) use write::extend;
 use crate::entry::{MapEntry, Mapping};
 use crate::error::{IoContext as _, Result};
 use crate::layer::{Layer, Tables};
+use crate::levels::{Units, Words};
 use crate::names::sidecar_of;
 use crate::opener::{Opener, Role};
 use tree::Tree;
@@ -127,9 +128,9 @@ impl Index {
         self.root.layer
     }
 
-    /// Bytes that one word speaks for: the smallest cluster or subcluster of the layers.
-    pub(crate) fn unit(&self) -> ClusterBits {
-        self.root.unit
+    /// The units of its words. It has one level: that of the smallest cluster or subcluster of the layers.
+    pub(crate) fn units(&self) -> Units {
+        Units::new(self.root.unit, self.root.unit)
     }
 
     /// Leaves of [`LEAF_WORDS`] words.
@@ -173,39 +174,21 @@ impl Index {
         self.decode(pointer, &page, words).map_err(|error| crate::Error::from(error).in_layer(layer))
     }
 
-    /// Reads page `number` of a map whose unit is `unit`: as [`Index::read_leaf`], or, where layers above the index have
-    /// smaller clusters, its words for the parts of its own units.
+    /// Page `number` of a map's words for `unit`, of which its units tell ([`Units::answer_for`]).
     ///
     /// # Errors
     /// As [`Index::read_leaf`].
-    ///
-    /// # Panics
-    /// When `unit` is larger than the index's.
     pub(crate) fn read_page(
         &self,
         number: u64,
         unit: ClusterBits,
-        words: &mut [u64; LEAF_WORDS],
-        read: impl FnOnce(LayerIndex, HostOffset, &mut Page) -> Result<()>,
-    ) -> Result<()> {
-        if unit == self.root.unit {
-            return self.read_leaf(number, words, read);
-        }
-        let split_bits =
-            self.root.unit.get().checked_sub(unit.get()).expect("a map's unit is its smallest cluster");
-        let first = number * LEAF_WORDS as u64;
-        let mut whole = [0; LEAF_WORDS];
-        // Either a page is a part of a leaf, or a part of one word of it.
-        self.read_leaf((first >> split_bits) / LEAF_WORDS as u64, &mut whole, read)?;
-        for (part, word) in (first..).zip(words.iter_mut()) {
-            let from = whole[(part >> split_bits) as usize % LEAF_WORDS];
-            let within = (part & ((1 << split_bits) - 1)) << unit.get();
-            *word = match MapEntry::from_word(from).mapping(self.root.unit) {
-                Mapping::Data(layer, host) => MapEntry::data(layer, host + within, unit).word(),
-                _ => from,
-            };
-        }
-        Ok(())
+        mut read: impl FnMut(LayerIndex, HostOffset, &mut Page) -> Result<()>,
+    ) -> Result<Words> {
+        self.units().words(unit, number, |page| {
+            let mut words = [0; LEAF_WORDS];
+            self.read_leaf(page.number, &mut words, &mut read)?;
+            Ok(words)
+        })
     }
 
     fn decode(
@@ -224,8 +207,10 @@ impl Index {
 
     /// Refuses what no builder writes: a word of a layer that is not there, or data outside the layer's file.
     fn check_word(&self, word: u64) -> Result<(), IndexError> {
-        let (layer, host) = match MapEntry::from_word(word).mapping(self.root.unit) {
+        let entry = MapEntry::from_word(word);
+        let (layer, host) = match entry.mapping(self.root.unit) {
             Mapping::Hole => return Ok(()),
+            _ if entry.is_split() => return Err(IndexError::Layer { layer: entry.layer() }),
             Mapping::Data(layer, host) => (layer, host),
             Mapping::Zero(layer) | Mapping::Compressed(layer) | Mapping::Damaged(layer) => {
                 (layer, HostOffset::ZERO)

@@ -16,7 +16,7 @@
 //! |---|---|
 //! | [`queue`](IoQueue), `absent`, `request`, `workers`, `observer`, `throttle` | requests of an I/O thread, who carries them out, sees and limits them |
 //! | [`disk`](Disk), `read`, `write`, `zero`, [`extents`](Extent) | where bytes are, and how they move |
-//! | `map`, `entry`, `cache` | the frozen chain as one table, in one budget |
+//! | `map`, `levels`, `entry`, `cache` | the frozen chain as one table, in one budget |
 //! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
 //! | `head`, `chain`, `loading`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
 //! | `refs` | who else needs a file |
@@ -60,6 +60,7 @@ mod journal;
 mod json_name;
 mod layer;
 mod layers;
+mod levels;
 mod loading;
 mod maintenance;
 mod map;

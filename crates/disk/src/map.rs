@@ -7,11 +7,12 @@
 //! ```
 //!
 //! One lookup answers for the whole chain, however many layers there are (sQemu §5.1, principle 1), and the pages
-//! live in one cache for all disks (principle 2). The unit is the smallest cluster or subcluster size of the chain, so mixed
-//! chains need no special road. A map never changes: disks that stand on the same frozen layer share it.
+//! live in one cache for all disks (principle 2). The unit is the smallest cluster size of the chain, so mixed
+//! chains need no special road; where a layer has a part of a unit, a second level has words for parts ([`crate::levels`]).
+//! A map never changes: disks that stand on the same frozen layer share it.
 //!
-//! A long chain is read once, by all processors, when it is opened ([`FrozenMap::build`]); pages that did not fit
-//! the budget, or were evicted, are made again from the tables when someone asks for them.
+//! The first level of a long chain is read once, by all processors, when it is opened ([`FrozenMap::build`]); pages that did not
+//! fit the budget, or were evicted, and those of the second level are made from the tables when someone asks for them.
 //!
 //! A word names a *file reference* by the number of a layer: which file backs that layer, and where in it the layer's bytes begin, is
 //! decided once for a set of layers, and looked up there ([`crate::layers::Layers::file_of`]). A map knows no files.
@@ -41,6 +42,7 @@ use crate::files::FileTable;
 use crate::fold::{Merge, Visible};
 use crate::index::Index;
 use crate::layer::{Layer, Scratch};
+use crate::levels::{Level, MapPage, Units, Words};
 use fresh::Fresh;
 use pages::Pages;
 
@@ -108,7 +110,7 @@ impl Run {
 #[derive(Debug)]
 pub(crate) struct FrozenMap {
     pages: Arc<Pages>,
-    unit: ClusterBits,
+    units: Units,
     /// Virtual size of the newest frozen layer.
     size: u64,
     /// Base first.
@@ -136,7 +138,8 @@ impl FrozenMap {
     ) -> Result<Self> {
         let top = layers.last().expect("a frozen chain has a layer");
         let size = top.size;
-        let unit = layers.iter().filter_map(|layer| layer.unit()).min().unwrap_or(ClusterBits::MAX);
+        let units = Units::of_tables(layers.iter().filter_map(|layer| Some(layer.tables?.geometry)));
+        let unit = units.finest();
         if size >> unit.get() >> PAGE_SHIFT >= PageKey::MAX_PAGES {
             return Err(Error::from(ErrorKind::TooLarge { size, unit: unit.size() }).in_file(&top.path));
         }
@@ -153,7 +156,7 @@ impl FrozenMap {
         let layers = visible.into_boxed_slice();
         Ok(Self {
             pages: Pages::new(owner),
-            unit,
+            units,
             size,
             layers,
             cache,
@@ -170,7 +173,7 @@ impl FrozenMap {
         let layers = layers.into_iter().zip(ends).map(|(layer, end)| Visible { layer, end });
         Self {
             pages: Arc::clone(&self.pages),
-            unit: self.unit,
+            units: self.units,
             size: self.size,
             layers: layers.collect(),
             cache: Arc::clone(&self.cache),
@@ -198,18 +201,13 @@ impl FrozenMap {
         self.size
     }
 
-    /// Its unit: the smallest cluster or subcluster size of the chain.
-    pub(crate) fn unit(&self) -> ClusterBits {
-        self.unit
+    /// The smallest part of the disk that has a word: the smallest cluster or subcluster of the chain.
+    pub(crate) fn finest_unit(&self) -> ClusterBits {
+        self.units.finest()
     }
 
     fn base_is_raw(&self) -> bool {
         self.layers[0].layer.tables.is_none()
-    }
-
-    fn key(&self, at: GuestOffset) -> (PageKey, usize) {
-        let unit = at.get() >> self.unit.get();
-        (self.pages.key(unit >> PAGE_SHIFT), unit as usize & (PAGE_WORDS - 1))
     }
 
     /// The run at `at`, at most `len` bytes; `None` when its page must be filled first ([`FrozenMap::fill`]).
@@ -222,8 +220,8 @@ impl FrozenMap {
     #[inline]
     pub(crate) fn prefetch(&self, at: GuestOffset) {
         if at.get() < self.size {
-            let (key, slot) = self.key(at);
-            self.cache.prefetch(key, slot);
+            let (page, slot) = self.units.page_of(Level::First, at);
+            self.cache.prefetch(self.pages.key(page), slot);
         }
     }
 
@@ -233,12 +231,13 @@ impl FrozenMap {
         if at.get() >= self.size {
             return Some(Run { source: Source::Hole, len });
         }
-        let (key, slot) = self.key(at);
-        let word = self.cache.get(key, slot).or_else(|| self.word_made_now(at))?;
-        let entry = MapEntry::from_word(word);
-        let within = at.within(self.unit);
-        let len = len.min(self.unit.size() - within).min(self.size - at.get());
-        let (layer, source) = match entry.mapping(self.unit) {
+        let (mut unit, mut entry) = (self.units.of(Level::First), self.entry(Level::First, at)?);
+        if entry.is_split() {
+            (unit, entry) = (self.units.of(Level::Second), self.entry(Level::Second, at)?);
+        }
+        let within = at.within(unit);
+        let len = len.min(unit.size() - within).min(self.size - at.get());
+        let (layer, source) = match entry.mapping(unit) {
             Mapping::Hole if self.base_is_raw() => {
                 (0, Source::Data(LayerIndex::BASE, HostOffset::new(at.get())))
             }
@@ -256,6 +255,14 @@ impl FrozenMap {
         Some(Run { source, len: len.min(end - at.get()) })
     }
 
+    /// What a level says of `at`, if its page is in memory or can be made from memory.
+    #[inline]
+    fn entry(&self, level: Level, at: GuestOffset) -> Option<MapEntry> {
+        let (page, slot) = self.units.page_of(level, at);
+        let word = self.cache.get(self.pages.key(page), slot).or_else(|| self.word_made_now(page, slot))?;
+        Some(MapEntry::from_word(word))
+    }
+
     /// As [`FrozenMap::lookup`], reading tables where pages are missing.
     ///
     /// # Errors
@@ -265,42 +272,50 @@ impl FrozenMap {
             if let Some(run) = self.lookup(at, len) {
                 return Ok(run);
             }
-            self.fill(at)?;
+            self.fill_for(at)?;
         }
     }
 
-    /// Makes the page that holds `at`.
-    fn fill(&self, at: GuestOffset) -> Result<()> {
-        let (key, slot) = self.key(at);
+    /// Makes the page that a lookup of `at` misses.
+    fn fill_for(&self, at: GuestOffset) -> Result<()> {
+        let is_split = self.entry(Level::First, at).is_some_and(MapEntry::is_split);
+        let level = if is_split { Level::Second } else { Level::First };
+        self.fill(self.units.page_of(level, at).0)
+    }
+
+    fn fill(&self, page: MapPage) -> Result<()> {
+        let key = self.pages.key(page);
         let mut scratch = self.filling.lock();
         if self.cache.contains(key) {
             return Ok(());
         }
-        let first_unit = (at.get() >> self.unit.get()) - slot as u64;
         let words = match (&self.fresh, &self.index) {
-            (Some(fresh), _) => self.fresh_page(fresh, first_unit, &mut scratch)?,
-            (None, Some(index)) => self.indexed_page(index, first_unit, &mut scratch)?,
-            (None, None) => self.scan_page(0..self.layers.len(), first_unit, &mut scratch)?,
+            (Some(fresh), _) => self.fresh_page(fresh, page, &mut scratch)?,
+            (None, Some(index)) => self.indexed_page(index, page, &mut scratch)?,
+            (None, None) => self.scan_page(0..self.layers.len(), page, &mut scratch)?,
         };
         self.cache.fill(key, &words);
         Ok(())
     }
 
+    /// The words of a page, through the cache.
+    fn page(&self, page: MapPage) -> Result<Words> {
+        let mut words = [0; PAGE_WORDS];
+        while !self.cache.copy(self.pages.key(page), &mut words) {
+            self.fill(page)?;
+        }
+        Ok(words)
+    }
+
     /// What the tables of some layers say of a page's units, newest layer first.
-    fn scan_page(
-        &self,
-        layers: Range<usize>,
-        first_unit: u64,
-        scratch: &mut Scratch,
-    ) -> Result<[u64; PAGE_WORDS]> {
-        let page_bits = self.unit.get() + PAGE_SHIFT;
-        let range = GuestRange::new(GuestOffset::new(first_unit << self.unit.get()), 1 << page_bits);
+    fn scan_page(&self, layers: Range<usize>, page: MapPage, scratch: &mut Scratch) -> Result<Words> {
+        let range = self.units.range(page);
         let mut words = [0u64; PAGE_WORDS];
         for (index, visible) in self.layers[..layers.end].iter().enumerate().skip(layers.start).rev() {
-            let Some(merge) = Merge::new(visible, index, self.unit) else { continue };
+            let Some(merge) = Merge::new(visible, index, self.units.of(page.level)) else { continue };
             let store = self.files.store(&visible.layer)?;
             let scanned = visible.layer.scan(&**store, range, scratch, &mut |cluster, raw| {
-                merge.put(cluster, raw, first_unit, &mut words);
+                merge.put(cluster, raw, page, &mut words);
             });
             scanned.map_err(|error| error.in_layer(merge.index).in_file(&visible.layer.path))?;
             if words.iter().all(|&word| word != 0) {
@@ -315,12 +330,12 @@ impl FrozenMap {
 pub(super) const BUILD_FROM_LAYERS: usize = 16;
 
 impl FrozenMap {
-    /// Reads all tables of a long chain at once, by all processors, if the whole map fits half of the cache.
+    /// Makes the first level of a long chain at once, by all processors, if that fits half of the cache.
     ///
     /// # Errors
     /// The first table, in any order, that cannot be read.
     pub(crate) fn build(&self) -> Result<()> {
-        let pages = self.page_count();
+        let pages = self.units.pages(Level::First, self.size);
         if self.layers.len() < BUILD_FROM_LAYERS || pages > self.cache.capacity_pages() / 2 {
             return Ok(());
         }
@@ -346,7 +361,8 @@ impl FrozenMap {
         let mut page = [0; PAGE_WORDS];
         for (number, words) in words.chunks(PAGE_WORDS).enumerate() {
             page.iter_mut().zip(words).for_each(|(word, merged)| *word = merged.load(Ordering::Relaxed));
-            self.cache.fill(self.pages.key(number as u64), &page);
+            let number = number as u64;
+            self.cache.fill(self.pages.key(MapPage { level: Level::First, number }), &page);
         }
         tracing::debug!(layers = self.layers.len(), bytes = pages as usize * PAGE_BYTES, "map built");
         Ok(())
@@ -354,7 +370,7 @@ impl FrozenMap {
 
     fn merge_layer(&self, index: usize, words: &[AtomicU64], scratch: &mut Scratch) -> Result<()> {
         let visible = &self.layers[index];
-        let Some(merge) = Merge::new(visible, index, self.unit) else { return Ok(()) };
+        let Some(merge) = Merge::new(visible, index, self.units.of(Level::First)) else { return Ok(()) };
         let store = self.files.store(&visible.layer)?;
         let whole = GuestRange::new(GuestOffset::ZERO, visible.end);
         visible
@@ -371,7 +387,8 @@ impl FrozenMap {
     /// ones. Where too many are left, all tables are better read at once ([`FrozenMap::build`]).
     pub(crate) fn with_index(self, index: Arc<Index>) -> Self {
         let above = self.layers.len().checked_sub(index.layers().len());
-        let fits = index.unit() >= self.unit && above.is_some_and(|above| above < BUILD_FROM_LAYERS);
+        let knows_all = self.units.levels().all(|level| index.units().answer_for(self.units.of(level)));
+        let fits = knows_all && above.is_some_and(|above| above < BUILD_FROM_LAYERS);
         Self { index: fits.then_some(index), ..self }
     }
 
@@ -392,30 +409,28 @@ impl FrozenMap {
     }
 
     /// A page of the index on disk; where that does not hold, what the tables say.
-    pub(super) fn indexed_page(
-        &self,
-        index: &Index,
-        first_unit: u64,
-        scratch: &mut Scratch,
-    ) -> Result<[u64; PAGE_WORDS]> {
-        let mut words = [0; PAGE_WORDS];
-        let read = index.read_page(first_unit >> PAGE_SHIFT, self.unit, &mut words, |layer, at, page| {
+    fn indexed_page(&self, index: &Index, page: MapPage, scratch: &mut Scratch) -> Result<Words> {
+        let read = index.read_page(page.number, self.units.of(page.level), |layer, at, page| {
             let store = self.files.store(self.layer(layer))?;
             store.read_exact(page, at).while_trying("read the index").map_err(|error| error.at(at))
         });
-        if let Err(error) = read {
-            if error.is_change() {
-                // The tables of that layer would say the same.
-                return Err(error);
+        let mut words = match read {
+            Ok(words) => words,
+            // The tables of that layer would say the same.
+            Err(error) if error.is_change() => return Err(error),
+            Err(error) => {
+                tracing::warn!(%error, "a page of the index on disk is not used");
+                return self.scan_page(0..self.layers.len(), page, scratch);
             }
-            tracing::warn!(%error, "a page of the index on disk is not used");
-            return self.scan_page(0..self.layers.len(), first_unit, scratch);
-        }
+        };
         let above = index.layers().len()..self.layers.len();
         if !above.is_empty() {
-            let newer = self.scan_page(above, first_unit, scratch)?;
+            let newer = self.scan_page(above, page, scratch)?;
             words.iter_mut().zip(newer).for_each(|(word, newer)| *word = newer.max(*word));
         }
         Ok(words)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -42,6 +42,19 @@ fn the_memory_of_dropped_pages_is_used_again() {
     assert_eq!(cache.pages_used(), 20);
 }
 
+#[test]
+fn pages_of_two_levels_are_two_pages_of_one_owner() {
+    let cache = PageCache::new(1 << 20).unwrap();
+    let first = PageKey::new(1, PageKey::MAX_PAGES - 1);
+    let second = first.in_second_level();
+    cache.fill(first, &page(1));
+    assert!(!cache.contains(second));
+    cache.fill(second, &page(2));
+    assert_eq!((cache.get(first, 0), cache.get(second, 0)), (Some(1 << 16), Some(2 << 16)));
+    cache.forget(|owner| owner == 1);
+    assert!(!cache.contains(first) && !cache.contains(second));
+}
+
 proptest! {
     /// Whatever is found is what was put in last; what is not found was evicted, never wrong.
     #[test]

@@ -136,8 +136,8 @@ impl Disk {
         if size > max {
             return Err(ResizeFault::TooLarge { size, max }.into());
         }
-        let below = layers.frozen.as_ref().map(|map| map.unit());
-        let unit = below.map_or(geometry.cluster_bits, |unit| unit.min(geometry.cluster_bits));
+        let below = layers.frozen.as_ref().map(|map| map.finest_unit());
+        let unit = below.map_or(geometry.unit(), |unit| unit.min(geometry.unit()));
         if size >> unit.get() >> PAGE_SHIFT >= PageKey::MAX_PAGES {
             return Err(ErrorKind::TooLarge { size, unit: unit.size() }.into());
         }

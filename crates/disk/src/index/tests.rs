@@ -62,14 +62,12 @@ impl Kit {
     }
 
     fn page(&self, index: &Index, number: u64, unit: ClusterBits) -> [u64; LEAF_WORDS] {
-        let mut words = [!0; LEAF_WORDS];
         let read = |layer: LayerIndex, at: HostOffset, page: &mut Page| {
             let path = &index.layers()[layer.index()].path;
             let opened = self.opener.open(path, Role::Inspected, &self.gate)?;
             opened.store.read_exact(&mut page[..], at).while_trying("read")
         };
-        index.read_page(number, unit, &mut words, read).unwrap();
-        words
+        index.read_page(number, unit, read).unwrap()
     }
 
     /// The same from the tables.
@@ -88,17 +86,20 @@ fn an_index_that_was_written_loads_as_it_was_returned() {
     let top = layer(kit.dir.path(), "top", Some("base"), 16, &[1 << 20, 33 << 20]);
     let second = kit.extend(&top, Some(&first));
     let Found::Whole(loaded) = kit.load(&top) else { panic!("not found") };
-    assert_eq!((loaded.layer().get(), loaded.unit(), loaded.leaves()), (1, ClusterBits::DEFAULT, 2));
+    assert_eq!(
+        (loaded.layer().get(), loaded.units().finest(), loaded.leaves()),
+        (1, ClusterBits::DEFAULT, 2)
+    );
     for (one, other) in loaded.layers().iter().zip(second.layers()) {
         assert_eq!(
             (&one.path, one.identity, &one.record, one.home),
             (&other.path, other.identity, &other.record, other.home)
         );
     }
-    let merged = kit.merged(&loaded, loaded.unit(), loaded.leaves());
+    let merged = kit.merged(&loaded, loaded.units().finest(), loaded.leaves());
     for (number, expected) in (0..).zip(&merged) {
-        assert_eq!(kit.page(&loaded, number, loaded.unit()), *expected);
-        assert_eq!(kit.page(&second, number, second.unit()), *expected);
+        assert_eq!(kit.page(&loaded, number, loaded.units().finest()), *expected);
+        assert_eq!(kit.page(&second, number, second.units().finest()), *expected);
     }
     assert!(merged[0].iter().any(|&word| word >> 48 == 1) && merged[0].iter().any(|&word| word != 0));
     // The write at 33 MiB lies in the second leaf, that at 1 MiB in the first: both differ from the base's index.
@@ -127,7 +128,7 @@ fn pages_past_the_end_are_holes() {
     let kit = Kit::new();
     let index = kit.extend(&layer(kit.dir.path(), "base", None, 16, &[0]), None);
     assert!(!index.is_hole(0) && index.is_hole(1) && index.is_hole(1 << 40));
-    assert_eq!(kit.page(&index, 1 << 40, index.unit()), [0; LEAF_WORDS]);
+    assert_eq!(kit.page(&index, 1 << 40, index.units().finest()), [0; LEAF_WORDS]);
 }
 
 /// A disk opened for writing again, then frozen again: its old index is gone and the new one is right.
@@ -145,8 +146,8 @@ fn a_layer_that_was_written_again_gets_another_index() {
     drop(disk);
     assert!(matches!(kit.load(&path), Found::Nothing), "our own writer clears the bit");
     let index = kit.extend(&path, None);
-    let merged = kit.merged(&index, index.unit(), 1);
-    assert_eq!(kit.page(&index, 0, index.unit()), merged[0]);
+    let merged = kit.merged(&index, index.units().finest(), 1);
+    assert_eq!(kit.page(&index, 0, index.units().finest()), merged[0]);
     assert_ne!(merged[0][9 << 4], 0);
 }
 

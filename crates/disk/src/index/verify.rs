@@ -166,7 +166,7 @@ impl Verifier<'_> {
     }
 
     fn compare(&mut self, number: usize, index: &Index, leaves: Vec<u64>, truth: &BTreeMap<u64, Words>) {
-        let visible = Visible::of(&self.layers[..=number], index.unit());
+        let visible = Visible::of(&self.layers[..=number], index.units().finest());
         let nothing: Words = Box::new([0; LEAF_WORDS]);
         let counts = &mut self.found[number];
         counts.whole.get_or_insert(IndexVerdict::Good);

@@ -122,7 +122,7 @@ impl<'a> Writer<'a> {
             return Err(ErrorKind::NotIndexable { reason: "its disk has too many clusters" }.into());
         }
         // Words of another unit cannot be shared.
-        let shared = nearest.filter(|index| index.unit() == unit);
+        let shared = nearest.filter(|index| index.units().finest() == unit);
         let mut map = shared.map_or_else(|| Tree::new(leaves), |index| index.map.clone());
         map.resize(leaves);
         let layer = LayerIndex::new(u16::try_from(layers.len() - 1).expect("chains are shorter than 65,536"));

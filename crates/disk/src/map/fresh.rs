@@ -12,11 +12,12 @@ use vmstrata_types::GuestOffset;
 
 use super::FrozenMap;
 use crate::active::Active;
-use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache};
+use crate::cache::{Owner, PAGE_WORDS, PageCache};
 use crate::error::Result;
 use crate::files::FileTable;
 use crate::fold::Merge;
 use crate::layer::{Layer, Scratch};
+use crate::levels::{Level, MapPage, Words};
 
 /// Layers of which the active one is about to be the newest of a map.
 pub(crate) trait Before: std::fmt::Debug + Send + Sync {
@@ -35,9 +36,9 @@ pub(super) struct Fresh {
 }
 
 impl Fresh {
-    /// The map of before, where its pages can be taken over.
-    fn below(&self, map: &FrozenMap) -> Option<&Arc<FrozenMap>> {
-        self.before.frozen().filter(|below| below.unit == map.unit)
+    /// The map of before; `None` if no layer in it has tables, and so no word says anything.
+    fn below(&self) -> Option<&Arc<FrozenMap>> {
+        self.before.frozen().filter(|map| map.layers.len() > 1 || !map.base_is_raw())
     }
 
     fn active(&self) -> Option<&Active> {
@@ -74,30 +75,40 @@ impl FrozenMap {
         *layers.last_mut().expect("a frozen chain has a layer") = newest;
         let mut finalized = self.over_layers(layers);
         if let Some(fresh) = &self.fresh
-            && let (Some(below), Some(active)) = (fresh.below(self), fresh.active())
+            && let (Some(below), Some(active)) = (fresh.below(), fresh.active())
         {
-            let is_own = |page| self.is_changed(below, active, page);
-            finalized.pages = self.pages.over(&below.pages, self.page_count(), is_own)?;
+            let count = |level| {
+                let is_shared = below.units.get(level) == self.units.get(level);
+                (level, if is_shared { self.units.pages(level, self.size) } else { 0 })
+            };
+            let mut changed = Vec::new();
+            let is_own = |page: MapPage| -> Result<bool> {
+                let over = self.units.over(self.units.of(page.level), page.number).0.number;
+                // Nothing of a page has changed where the one of the first level over it has not.
+                let may_be = page.level == Level::First || changed.get(over as usize).is_none_or(|is| *is);
+                let is_own = self.is_changed(below, active, page, may_be)?;
+                if page.level == Level::First {
+                    changed.push(is_own);
+                }
+                Ok(is_own)
+            };
+            finalized.pages =
+                self.pages.over(&below.pages, [Level::First, Level::Second].map(count), is_own)?;
         }
         Ok(finalized)
     }
 
-    /// Whether a page says something else than `below`'s. If that one is in memory, this one takes its place.
-    fn is_changed(&self, below: &Arc<Self>, active: &Active, page: u64) -> Result<bool> {
-        let (old, new, first_unit) = (below.pages.key(page), self.pages.key(page), page << PAGE_SHIFT);
-        let mut clusters = self.clusters(active, first_unit);
-        let entries = active.page(clusters.start)?;
+    /// Whether a page says something else than `below`'s, if it `may_be`. If that one is in memory, this one takes its place.
+    fn is_changed(&self, below: &Arc<Self>, active: &Active, page: MapPage, may_be: bool) -> Result<bool> {
+        let (old, new) = (below.pages.key(page), self.pages.key(page));
         // Of a disk that became shorter, the pages of before say more.
-        let mut is_empty = || {
-            Planted::StalePage.is_there()
-                || clusters.all(|cluster| active.entry_of(&entries, cluster).is_empty())
-        };
-        if self.size >= below.size && is_empty() {
+        let may_be = may_be && (self.size < below.size || !self.is_empty_in(active, page)?);
+        if !may_be {
             self.cache.forget_page(new);
             return Ok(false);
         }
         if self.cache.contains(old) {
-            self.fill(GuestOffset::new(first_unit << self.unit.get()))?;
+            self.fill(page)?;
             if Arc::strong_count(below) == 1 && below.pages.has_alone(page) {
                 self.cache.forget_page(old);
             }
@@ -105,89 +116,96 @@ impl FrozenMap {
         Ok(true)
     }
 
-    /// A page from the map of before and from the layer that was active in it.
-    pub(super) fn fresh_page(
-        &self,
-        fresh: &Fresh,
-        first_unit: u64,
-        scratch: &mut Scratch,
-    ) -> Result<[u64; PAGE_WORDS]> {
-        let newest = self.layers.len() - 1;
-        let mut words = match fresh.below(self) {
-            Some(below) => below.page(first_unit)?,
-            None => self.scan_page(0..newest, first_unit, scratch)?,
-        };
-        if let Some(active) = fresh.active() {
-            let entries = active.page(self.clusters(active, first_unit).start)?;
-            self.put_active(active, first_unit, &mut words, &entries);
+    /// Whether the layer that was active says nothing of a page's units.
+    fn is_empty_in(&self, active: &Active, page: MapPage) -> Result<bool> {
+        let mut is_empty = true;
+        for clusters in active.by_page(self.clusters(active, page)) {
+            let entries = active.page(clusters.start)?;
+            is_empty &= clusters.into_iter().all(|cluster| active.entry_of(&entries, cluster).is_empty());
         }
+        Ok(is_empty || Planted::StalePage.is_there())
+    }
+
+    /// A page from the map of before and from the layer that was active in it.
+    pub(super) fn fresh_page(&self, fresh: &Fresh, page: MapPage, scratch: &mut Scratch) -> Result<Words> {
+        let below = self.words_below(fresh, page, |below, page| below.page(page));
+        let mut words = match below {
+            Some(words) => words?,
+            None => self.scan_page(0..self.layers.len() - 1, page, scratch)?,
+        };
+        self.put_active(fresh, page, &mut words, |active, cluster| active.page(cluster))?;
         Ok(words)
     }
 
-    /// Makes the page that holds `at`, if all that it is made of is in memory, and returns its word at `slot`.
+    /// Makes a page, if all that it is made of is in memory, and returns its word at `slot`.
     ///
     /// The first writes after a snapshot all come here at once: none of them should wait for a worker, nor be put off.
     #[cold]
-    pub(super) fn word_made_now(&self, at: GuestOffset) -> Option<u64> {
+    pub(super) fn word_made_now(&self, page: MapPage, slot: usize) -> Option<u64> {
         let fresh = self.fresh.as_ref()?;
-        let (key, slot) = self.key(at);
-        let first_unit = (at.get() >> self.unit.get()) - slot as u64;
+        let key = self.pages.key(page);
         let _filling = self.filling.try_lock()?;
         if !self.cache.contains(key) {
-            self.cache.fill(key, &self.fresh_page_now(fresh, first_unit)?);
+            self.cache.fill(key, &self.fresh_page_now(fresh, page)?);
         }
         self.cache.get(key, slot)
     }
 
     /// As [`FrozenMap::fresh_page`], from memory alone.
-    fn fresh_page_now(&self, fresh: &Fresh, first_unit: u64) -> Option<[u64; PAGE_WORDS]> {
-        let mut words = [0; PAGE_WORDS];
-        let is_raw = |map: &FrozenMap| map.layers.len() == 1 && map.base_is_raw();
-        // A raw base has no words.
-        if fresh.before.frozen().is_some_and(|map| !is_raw(map)) {
-            let below = fresh.below(self)?;
-            below.cache.copy(below.pages.key(first_unit >> PAGE_SHIFT), &mut words).then_some(())?;
-        }
-        if let Some(active) = fresh.active() {
-            let entries = active.page_now(self.clusters(active, first_unit).start)?;
-            self.put_active(active, first_unit, &mut words, &entries);
-        }
+    fn fresh_page_now(&self, fresh: &Fresh, page: MapPage) -> Option<Words> {
+        let below = self.words_below(fresh, page, |below, page| {
+            let mut words = [0; PAGE_WORDS];
+            below.cache.copy(below.pages.key(page), &mut words).then_some(words).ok_or(())
+        });
+        let mut words = below?.ok()?;
+        self.put_active(fresh, page, &mut words, |active, cluster| active.page_now(cluster).ok_or(()))
+            .ok()?;
         Some(words)
     }
 
-    /// Puts over a page's words what the layer that was active says of its units.
-    fn put_active(
+    /// What the map of before says of a page, from its pages, which `read` gets; `None` where it does not tell units apart.
+    fn words_below<E>(
         &self,
-        active: &Active,
-        first_unit: u64,
-        words: &mut [u64; PAGE_WORDS],
-        entries: &[u64; PAGE_WORDS],
-    ) {
+        fresh: &Fresh,
+        page: MapPage,
+        read: impl Fn(&Self, MapPage) -> Result<Words, E>,
+    ) -> Option<Result<Words, E>> {
+        let Some(below) = fresh.below() else { return Some(Ok([0; PAGE_WORDS])) };
+        let unit = self.units.of(page.level);
+        let is_told = below.units.answer_for(unit);
+        is_told.then(|| below.units.words(unit, page.number, |page| read(below, page)))
+    }
+
+    /// Puts over a page's words what the layer that was active says of its units, from its entries, which `read` gets.
+    fn put_active<E>(
+        &self,
+        fresh: &Fresh,
+        page: MapPage,
+        words: &mut Words,
+        read: impl Fn(&Active, u64) -> Result<[u64; PAGE_WORDS], E>,
+    ) -> Result<(), E> {
+        let Some(active) = fresh.active() else { return Ok(()) };
         let newest = self.layers.len() - 1;
-        let merge = Merge::new(&self.layers[newest], newest, self.unit).expect("an active layer with tables");
+        let merge = Merge::new(&self.layers[newest], newest, self.units.of(page.level));
+        let merge = merge.expect("an active layer with tables");
         let bits = active.tables.geometry.cluster_bits;
-        for cluster in self.clusters(active, first_unit) {
-            let raw = active.entry_of(entries, cluster);
-            if !raw.is_empty() {
-                merge.put(GuestOffset::new(cluster << bits.get()), raw, first_unit, words);
+        for clusters in active.by_page(self.clusters(active, page)) {
+            let entries = read(active, clusters.start)?;
+            for cluster in clusters {
+                let raw = active.entry_of(&entries, cluster);
+                if !raw.is_empty() {
+                    merge.put(GuestOffset::new(cluster << bits.get()), raw, page, words);
+                }
             }
         }
+        Ok(())
     }
 
-    /// The clusters of the layer that was active which a page's units lie in: at most a page of entries, and within one.
-    fn clusters(&self, active: &Active, first_unit: u64) -> Range<u64> {
+    /// The clusters of the layer that was active which a page's units lie in.
+    fn clusters(&self, active: &Active, page: MapPage) -> Range<u64> {
         let bits = active.tables.geometry.cluster_bits;
-        let first = first_unit << self.unit.get();
-        let end = (first + ((PAGE_WORDS as u64) << self.unit.get())).min(self.size);
-        first >> bits.get()..end.div_ceil(bits.size())
-    }
-
-    /// The words of a page, through the cache.
-    pub(super) fn page(&self, first_unit: u64) -> Result<[u64; PAGE_WORDS]> {
-        let mut words = [0; PAGE_WORDS];
-        while !self.cache.copy(self.pages.key(first_unit >> PAGE_SHIFT), &mut words) {
-            self.fill(GuestOffset::new(first_unit << self.unit.get()))?;
-        }
-        Ok(words)
+        let range = self.units.range(page);
+        let end = range.end().get().min(self.size);
+        range.start.get() >> bits.get()..end.div_ceil(bits.size())
     }
 }

@@ -8,21 +8,21 @@
 //! ```
 //!
 //! A page on which the newest layer has nothing says the same as without that layer, and goes by the same name: a snapshot
-//! costs the pages that changed since the last one, however large the disk.
+//! costs the pages that changed since the last one, however large the disk. So it is in both levels.
 
 use std::mem;
 use std::sync::Arc;
 
-use super::FrozenMap;
-use crate::cache::{Owner, PAGE_WORDS, PageKey};
+use crate::cache::{Owner, PageKey};
+use crate::levels::{Level, MapPage};
 
 /// See the module documentation.
 #[derive(Debug)]
 pub(super) struct Pages {
     /// Of pages that this map was the first to have.
     own: Arc<Owner>,
-    /// Number of the owner of each page; past the end they are this map's own.
-    owners: Box<[u32]>,
+    /// Number of the owner of each page; past the end they are this map's own. `[level][page]`
+    owners: [Box<[u32]>; 2],
     /// Those of them that are not `own`, by number.
     others: Box<[Arc<Owner>]>,
 }
@@ -30,24 +30,32 @@ pub(super) struct Pages {
 impl Pages {
     /// Of a map that shares no page with another.
     pub(super) fn new(owner: Owner) -> Arc<Self> {
-        Arc::new(Self { own: Arc::new(owner), owners: Box::default(), others: Box::default() })
+        Arc::new(Self { own: Arc::new(owner), owners: Default::default(), others: Box::default() })
     }
 
-    /// The first `count` pages by the names that they have here or `below`: `is_own` says of each whether it is here.
+    /// Pages by the names that they have here or `below`: `is_own` says of each of the first `counts` of each level whether it is
+    /// here.
     ///
     /// # Errors
     /// Of `is_own`.
     pub(super) fn over<E>(
         &self,
         below: &Self,
-        count: u64,
-        mut is_own: impl FnMut(u64) -> Result<bool, E>,
+        counts: [(Level, u64); 2],
+        mut is_own: impl FnMut(MapPage) -> Result<bool, E>,
     ) -> Result<Arc<Self>, E> {
-        let owner = |page| Ok(if is_own(page)? { self.own.number() } else { below.owner(page) });
-        let owners = (0..count).map(owner).collect::<Result<Box<[u32]>, E>>()?;
-        let last = owners.iter().max().map_or(0, |last| *last as usize);
+        let mut owners = <[Box<[u32]>; 2]>::default();
+        for (level, count) in counts {
+            let owner = |number| {
+                let page = MapPage { level, number };
+                Ok(if is_own(page)? { self.own.number() } else { below.owner(page) })
+            };
+            owners[level as usize] = (0..count).map(owner).collect::<Result<_, E>>()?;
+        }
+        let all = || owners.iter().flatten();
+        let last = all().max().map_or(0, |last| *last as usize);
         let mut is_used = vec![false; last + 1];
-        owners.iter().for_each(|owner| is_used[*owner as usize] = true);
+        all().for_each(|owner| is_used[*owner as usize] = true);
         let used = |owner: &&Arc<Owner>| is_used.get(owner.number() as usize).is_some_and(|is_used| *is_used);
         let mut others: Vec<_> = below.all_owners().filter(used).cloned().collect();
         others.sort_unstable_by_key(|owner| owner.number());
@@ -56,30 +64,28 @@ impl Pages {
 
     /// The key of a page.
     #[inline]
-    pub(super) fn key(&self, page: u64) -> PageKey {
-        PageKey::new(self.owner(page), page)
+    pub(super) fn key(&self, page: MapPage) -> PageKey {
+        let key = PageKey::new(self.owner(page), page.number);
+        match page.level {
+            Level::First => key,
+            Level::Second => key.in_second_level(),
+        }
     }
 
     #[inline]
-    fn owner(&self, page: u64) -> u32 {
-        self.owners.get(page as usize).copied().unwrap_or_else(|| self.own.number())
+    fn owner(&self, page: MapPage) -> u32 {
+        let owners = &self.owners[page.level as usize];
+        owners.get(page.number as usize).copied().unwrap_or_else(|| self.own.number())
     }
 
     /// Whether no other map has this page by this name.
-    pub(super) fn has_alone(&self, page: u64) -> bool {
+    pub(super) fn has_alone(&self, page: MapPage) -> bool {
         let owner = self.others.binary_search_by_key(&self.owner(page), |owner| owner.number());
         Arc::strong_count(owner.map_or(&self.own, |at| &self.others[at])) == 1
     }
 
     fn all_owners(&self) -> impl Iterator<Item = &Arc<Owner>> {
         self.others.iter().chain([&self.own])
-    }
-}
-
-impl FrozenMap {
-    /// Pages that cover the disk.
-    pub(super) fn page_count(&self) -> u64 {
-        self.size.div_ceil(self.unit.size()).div_ceil(PAGE_WORDS as u64)
     }
 }
 

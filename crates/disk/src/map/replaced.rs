@@ -4,10 +4,11 @@
 use std::sync::Arc;
 
 use super::FrozenMap;
-use crate::cache::{PAGE_SHIFT, PAGE_WORDS};
+use crate::cache::PAGE_WORDS;
 use crate::entry::MapEntry;
 use crate::error::Result;
 use crate::layer::{Layer, Scratch};
+use crate::levels::{Level, MapPage, Words, is_split};
 
 impl FrozenMap {
     /// The same map, pages in memory and index included, with other objects for the layers from `first` on.
@@ -31,29 +32,51 @@ impl FrozenMap {
     /// # Errors
     /// Tables that cannot be read.
     pub(crate) fn take_over(&self, old: &Self, below: Option<&Self>, target: usize) -> Result<()> {
-        if old.unit != self.unit || below.is_some_and(|below| below.unit != self.unit) {
+        let is_told =
+            |below: &Self| self.units.levels().all(|level| below.units.answer_for(self.units.of(level)));
+        if old.units != self.units || !below.is_none_or(is_told) {
             // Its pages are of other places.
             return if self.has_index() { Ok(()) } else { self.build() };
         }
         let dropped = (old.layers.len() - self.layers.len()) as u16;
         let (mut scratch, mut words) = (Scratch::default(), [0; PAGE_WORDS]);
-        for page in 0..self.page_count().min(old.page_count()) {
-            if !self.cache.copy(old.pages.key(page), &mut words) {
-                continue;
+        for level in self.units.levels() {
+            for number in 0..self.units.pages(level, self.size.min(old.size)) {
+                let page = MapPage { level, number };
+                if !self.cache.copy(old.pages.key(page), &mut words) || !self.may_be_asked_for(page) {
+                    continue;
+                }
+                let merged = self.scan_page(target..target + 1, page, &mut scratch)?;
+                let beneath = below.map_or(Ok([0; PAGE_WORDS]), |below| self.words_of(below, page))?;
+                for (unit, word) in words.iter_mut().enumerate() {
+                    let entry = MapEntry::from_word(*word);
+                    let is_above = entry.layer().index() > target + usize::from(dropped);
+                    *word = if is_above {
+                        entry.lowered(dropped).word()
+                    } else {
+                        merged[unit].max(beneath[unit])
+                    };
+                }
+                self.cache.fill(self.pages.key(page), &words);
             }
-            let first_unit = page << PAGE_SHIFT;
-            let merged = self.scan_page(target..target + 1, first_unit, &mut scratch)?;
-            let below = below.filter(|below| first_unit << self.unit.get() < below.size);
-            let beneath = below.map_or(Ok([0; PAGE_WORDS]), |below| below.page(first_unit))?;
-            for (unit, word) in words.iter_mut().enumerate() {
-                let entry = MapEntry::from_word(*word);
-                let is_above = entry.layer().index() > target + usize::from(dropped);
-                *word =
-                    if is_above { entry.lowered(dropped).word() } else { merged[unit].max(beneath[unit]) };
-            }
-            self.cache.fill(self.pages.key(page), &words);
         }
         Ok(())
+    }
+
+    /// Whether the page is one of the first level, or a word over it is split, as far as the first level is in memory.
+    fn may_be_asked_for(&self, page: MapPage) -> bool {
+        let (over, slots) = self.units.over(self.units.of(page.level), page.number);
+        let mut words = [0; PAGE_WORDS];
+        page.level == Level::First
+            || self.cache.copy(self.pages.key(over), &mut words) && is_split(&words[slots])
+    }
+
+    /// What the map of some layers below says of a page of this one.
+    fn words_of(&self, below: &Self, page: MapPage) -> Result<Words> {
+        if self.units.range(page).start.get() >= below.size {
+            return Ok([0; PAGE_WORDS]);
+        }
+        below.units.words(self.units.of(page.level), page.number, |page| below.page(page))
     }
 }
 

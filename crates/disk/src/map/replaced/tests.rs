@@ -72,9 +72,10 @@ proptest! {
             let map = map_of(&disk);
             let expected = afresh(&map, &resources);
             let mut words = [0; PAGE_WORDS];
-            for page in 0..(SIZE / 512).div_ceil(PAGE_WORDS as u64) {
-                prop_assert!(map.cache.copy(map.pages.key(page), &mut words), "page {page} is in memory");
-                prop_assert_eq!(words, expected.page(page << PAGE_SHIFT).unwrap(), "page {}", page);
+            for number in 0..map.units.pages(Level::First, SIZE) {
+                let page = MapPage { level: Level::First, number };
+                prop_assert!(map.cache.copy(map.pages.key(page), &mut words), "{page:?} is in memory");
+                prop_assert_eq!(words, expected.page(page).unwrap(), "{:?}", page);
             }
         }
         disk.close().unwrap();
