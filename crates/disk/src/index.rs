@@ -6,8 +6,11 @@
 //!   pages in the layer's file, or its sidecar        (crates/qcow2/src/index: bytes; docs/format.md: the format)
 //!                 │ load: root, layer table, one look at every file, inner pages
 //!                 ▼
-//!   Index: layers, 16 bytes a leaf ──► read_leaf ──► 512 map words ──► crate::map, instead of the layers' tables
+//!   Index: layers, 16 bytes a leaf ──► read_page ──► 512 map words ──► crate::map, instead of the layers' tables
 //! ```
+//!
+//! It has a tree of leaves for each level of the map ([`crate::levels`]). A fine leaf is there only where one of its words lies in a
+//! unit whose word is split.
 //!
 //! An index is believed only as far as it can be checked. Each layer's file is looked at when an index is loaded: length
 //! and time of change; where they differ from what the index says, the layer's header and tables are read and their
@@ -55,7 +58,7 @@ pub(crate) use write::extend;
 use crate::entry::{MapEntry, Mapping};
 use crate::error::{IoContext as _, Result};
 use crate::layer::{Layer, Tables};
-use crate::levels::{Units, Words};
+use crate::levels::{Level, MapPage, Units, Words};
 use crate::names::sidecar_of;
 use crate::opener::{Opener, Role};
 use tree::Tree;
@@ -111,6 +114,8 @@ pub(crate) struct Index {
     /// Base first; the last is the layer that the index belongs to.
     layers: Vec<IndexLayer>,
     map: Tree,
+    /// The second level of the map.
+    fine: Tree,
     table: Tree,
     opener: Arc<dyn Opener>,
     gate: Gate,
@@ -128,39 +133,37 @@ impl Index {
         self.root.layer
     }
 
-    /// The units of its words. It has one level: that of the smallest cluster or subcluster of the layers.
+    /// The units of its words.
     pub(crate) fn units(&self) -> Units {
-        Units::new(self.root.unit, self.root.unit)
+        Units::new(self.root.unit, self.root.fine_unit)
     }
 
-    /// Leaves of [`LEAF_WORDS`] words.
-    pub(crate) fn leaves(&self) -> u64 {
-        self.map.leaves()
+    fn tree(&self, level: Level) -> &Tree {
+        match level {
+            Level::First => &self.map,
+            Level::Second => &self.fine,
+        }
     }
 
-    /// Whether no layer says anything about what leaf `number` speaks for.
-    #[cfg_attr(not(test), expect(dead_code, reason = "the map reads indices from here on"))]
-    pub(crate) fn is_hole(&self, number: u64) -> bool {
-        self.map.get(number).is_hole()
-    }
-
-    /// Reads the words of leaf `number`, as the tables of the layers would make them, but for words of layers that a
-    /// shorter layer above hides anyway. Past the last leaf all is a hole.
+    /// The words of a leaf, as the tables of the layers would make them, but for words of layers that a shorter layer above hides
+    /// anyway. Past the last leaf all is a hole.
     ///
     /// `read` reads a page of a layer's own file; sidecars are opened here.
     ///
     /// # Errors
-    /// A page that cannot be read, or is not what it should be: make the words from the tables instead.
-    pub(crate) fn read_leaf(
+    /// A page that cannot be read, or is not what it should be; a fine leaf that is not there, for which nobody asks unless words
+    /// are split: make the words from the tables instead.
+    fn read_leaf(
         &self,
-        number: u64,
-        words: &mut [u64; LEAF_WORDS],
-        read: impl FnOnce(LayerIndex, HostOffset, &mut Page) -> Result<()>,
-    ) -> Result<()> {
-        let pointer = self.map.get(number);
+        leaf: MapPage,
+        mut read: impl FnMut(LayerIndex, HostOffset, &mut Page) -> Result<()>,
+    ) -> Result<Words> {
+        let pointer = self.tree(leaf.level).get(leaf.number);
         if pointer.is_hole() {
-            words.fill(0);
-            return Ok(());
+            return match leaf.level {
+                Level::First => Ok([0; LEAF_WORDS]),
+                Level::Second => Err(IndexError::FineLeaf { leaf: leaf.number }.into()),
+            };
         }
         let mut page: Box<Page> = Box::new([0; PAGE_LEN]);
         let layer = pointer.layer();
@@ -171,7 +174,7 @@ impl Index {
             }
             Home::File | Home::None => read(layer, pointer.at(), &mut page)?,
         }
-        self.decode(pointer, &page, words).map_err(|error| crate::Error::from(error).in_layer(layer))
+        self.decode(pointer, leaf.level, &page).map_err(|error| crate::Error::from(error).in_layer(layer))
     }
 
     /// Page `number` of a map's words for `unit`, of which its units tell ([`Units::answer_for`]).
@@ -184,39 +187,32 @@ impl Index {
         unit: ClusterBits,
         mut read: impl FnMut(LayerIndex, HostOffset, &mut Page) -> Result<()>,
     ) -> Result<Words> {
-        self.units().words(unit, number, |page| {
-            let mut words = [0; LEAF_WORDS];
-            self.read_leaf(page.number, &mut words, &mut read)?;
-            Ok(words)
-        })
+        self.units().words(unit, number, |leaf| self.read_leaf(leaf, &mut read))
     }
 
-    fn decode(
-        &self,
-        pointer: PagePointer,
-        page: &Page,
-        words: &mut [u64; LEAF_WORDS],
-    ) -> Result<(), IndexError> {
+    fn decode(&self, pointer: PagePointer, level: Level, page: &Page) -> Result<Words, IndexError> {
         pointer.check(&self.root.chain, page, "leaf")?;
+        let mut words = [0; LEAF_WORDS];
         for (word, bytes) in words.iter_mut().zip(page.as_chunks::<8>().0) {
             *word = u64::from_le_bytes(*bytes);
-            self.check_word(*word)?;
+            self.check_word(level, MapEntry::from_word(*word))?;
         }
-        Ok(())
+        Ok(words)
     }
 
-    /// Refuses what no builder writes: a word of a layer that is not there, or data outside the layer's file.
-    fn check_word(&self, word: u64) -> Result<(), IndexError> {
-        let entry = MapEntry::from_word(word);
-        let (layer, host) = match entry.mapping(self.root.unit) {
+    /// Refuses what no builder writes: a word of a layer that is not there, data outside the layer's file, or a split one that no
+    /// second level answers for.
+    fn check_word(&self, level: Level, entry: MapEntry) -> Result<(), IndexError> {
+        let (layer, host) = match entry.mapping(self.units().of(level)) {
             Mapping::Hole => return Ok(()),
-            _ if entry.is_split() => return Err(IndexError::Layer { layer: entry.layer() }),
             Mapping::Data(layer, host) => (layer, host),
             Mapping::Zero(layer) | Mapping::Compressed(layer) | Mapping::Damaged(layer) => {
                 (layer, HostOffset::ZERO)
             }
         };
+        let may_be_split = level == Level::First && self.units().get(Level::Second).is_some();
         match self.layers.get(layer.index()) {
+            _ if entry.is_split() && !may_be_split => Err(IndexError::Layer { layer }),
             Some(known) if known.record.tables.is_some() && host.get() < known.identity.len => Ok(()),
             _ => Err(IndexError::Layer { layer }),
         }
@@ -236,9 +232,9 @@ impl Index {
         Ok(opened.store)
     }
 
-    /// Numbers of the leaves in which the two indices may differ, in order: neighbours share all other pages. Costs what
+    /// Numbers of the leaves of a level in which the two indices may differ, in order: neighbours share all other pages. Costs what
     /// it returns, and a comparison for every 256 leaves.
-    pub(crate) fn differing<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = u64> + 'a {
+    fn differing<'a>(&'a self, other: &'a Self, level: Level) -> impl Iterator<Item = u64> + 'a {
         let same_layer = |pair: &(&IndexLayer, &IndexLayer)| pair.0.identity == pair.1.identity;
         let common = self.layers.iter().zip(&other.layers).take_while(same_layer).count();
         let same_chain = self.root.chain == other.root.chain;
@@ -246,7 +242,7 @@ impl Index {
         let same = move |one: PagePointer, two: PagePointer| {
             one == two && (one.is_hole() || same_chain && one.layer().index() < common)
         };
-        self.map.differing(&other.map, same)
+        self.tree(level).differing(other.tree(level), same)
     }
 }
 

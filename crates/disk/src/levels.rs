@@ -121,6 +121,12 @@ impl Units {
         (page, slot..slot + (PAGE_WORDS >> bits).max(1))
     }
 
+    /// The pages of the second level below one of the first.
+    pub(crate) fn below(self, number: u64) -> Range<u64> {
+        let bits = self.first.get() - self.second.get();
+        number << bits..(number + 1) << bits
+    }
+
     /// Whether a map of these units has words for units of `unit`, or makes them of its own ([`Units::words`]).
     pub(crate) fn answer_for(self, unit: ClusterBits) -> bool {
         unit == self.first || unit <= self.second

@@ -2,15 +2,17 @@
 //!
 //! `index_golden/v1`: `0` and `1` have their index in the file, `2` (qcow2 version 2) in a sidecar; `3` is the active layer.
 //! They were made by `VMSTRATA_WRITE_GOLDEN=DIR cargo test --test index_golden`, which only a new format version needs.
+//! What is made on top of them is of the version of now.
 
 mod common;
 mod index_support;
 
 use std::path::{Path, PathBuf};
 
-use common::scratch;
-use index_support::{Chain, Maker, name_of};
+use common::{open, scratch};
+use index_support::{Chain, Maker, name_of, root_of};
 use vmstrata_disk::index::{IndexOptions, verify};
+use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_qcow2::Header;
 use vmstrata_qcow2::index::{Home, IndexLink, PAGE_LEN, Root, TablePage, link_place};
 use vmstrata_types::{ClusterBits, HostOffset};
@@ -49,6 +51,25 @@ fn indices_of_version_1_are_read() {
     let files = verify(&dir.path().join("3"), &IndexOptions::default()).expect("reads");
     let verdicts: Vec<&str> = files.iter().map(|file| name_of(&file.verdict)).collect();
     assert_eq!(verdicts, ["good"; 3]);
+}
+
+#[test]
+fn an_index_on_top_of_version_1_takes_its_pages() {
+    let dir = scratch();
+    for name in FILES {
+        std::fs::copy(golden().join(name), dir.path().join(name)).expect("copies");
+    }
+    let disk = open(&dir.path().join("3"));
+    let taken =
+        disk.snapshot(&SnapshotInfo { name: "now".into(), ..SnapshotInfo::default() }).expect("taken");
+    disk.close().expect("closes");
+    let (root, _) = root_of(&taken.layer);
+    assert_eq!((root.layer.get(), root.unit, root.fine_unit), (3, ClusterBits::MIN, ClusterBits::MIN));
+    // Of an empty layer: a page of the table and the one above it, and the root.
+    assert_eq!(root.area.end - root.area.start, 3 * PAGE_LEN as u64);
+    let files = verify(&dir.path().join("3"), &IndexOptions::default()).expect("reads");
+    let verdicts: Vec<&str> = files.iter().map(|file| name_of(&file.verdict)).collect();
+    assert_eq!(verdicts, ["good"; 4]);
 }
 
 /// The bytes, without the engine.

@@ -5,7 +5,8 @@
 //!
 //! ```text
 //!   header extension ──► root ─┬─► map tree:    inner pages ──► leaves, 512 words each
-//!   (or start of sidecar)      └─► layer table: inner pages ──► records of the layers, base first
+//!   (or start of sidecar)      ├─► fine tree:   inner pages ──► leaves for parts of the units that are split
+//!                              └─► layer table: inner pages ──► records of the layers, base first
 //! ```
 //!
 //! Indices of one chain share pages: a new one writes what its layer changed and the path there, and points into the
@@ -43,11 +44,11 @@ pub type Page = [u8; PAGE_LEN];
 pub const FANOUT: usize = PAGE_LEN / PagePointer::LEN;
 /// Map words in a leaf.
 pub const LEAF_WORDS: usize = PAGE_LEN / 8;
-/// Most leaves of an index: 128 TiB of disk in clusters of 64 KiB. Larger disks get no index, so that the pointers of
-/// one never take more than 64 MiB.
+/// Most leaves of each tree of an index: 128 TiB of disk in clusters of 64 KiB, 8 TiB in subclusters of 4 KiB. Larger disks get no
+/// index, so that the pointers of a tree never take more than 64 MiB.
 pub const MAX_LEAVES: u64 = 1 << 22;
-/// The version this crate writes, and the only one it reads.
-pub const VERSION: u32 = 1;
+/// The version this crate writes. It reads all up to that.
+pub const VERSION: u32 = 2;
 
 /// Where a layer keeps the pages of its own index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -68,7 +69,7 @@ pub enum IndexError {
     #[error("there is no index")]
     Missing,
     /// A later format.
-    #[error("index version {found} is not known, only {VERSION} is")]
+    #[error("index version {found} is not known, only versions up to {VERSION} are")]
     Version {
         /// The version the root claims.
         found: u32,
@@ -86,6 +87,12 @@ pub enum IndexError {
         field: &'static str,
         /// What is in it.
         value: u64,
+    },
+    /// A split word, and no leaf of the fine tree that says of what.
+    #[error("fine leaf {leaf} is missing, though a word above it is split")]
+    FineLeaf {
+        /// Its number.
+        leaf: u64,
     },
     /// A pointer or word that names a layer above the index.
     #[error("layer {layer} is named, which the index does not answer for")]

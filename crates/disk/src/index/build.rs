@@ -9,7 +9,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vmstrata_qcow2::index::{Home, LEAF_WORDS};
+use vmstrata_qcow2::index::Home;
 use vmstrata_store::Gate;
 
 use super::load::{Found, load};
@@ -19,6 +19,7 @@ use super::{Index, IndexLayer};
 use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
+use crate::levels::MapPage;
 use crate::opener::{LocalFiles, Opener, Role};
 
 /// What to do with the indices of a chain.
@@ -275,23 +276,28 @@ impl IndexBuilder {
     /// Whether every leaf of the index of the layer in `top` is what it should be. Those that it shares with the nearest
     /// index below were read for that one; inner pages were read when it was loaded.
     fn is_sound(&self, index: &Index, top: &Top) -> bool {
-        let mut own: Box<dyn Iterator<Item = u64>> = match &self.nearest {
-            Some(below) => Box::new(below.differing(index)),
-            None => Box::new(0..index.leaves()),
-        };
-        let mut words = Box::new([0; LEAF_WORDS]);
-        let damaged = own.find_map(|leaf| {
-            let read = index.read_leaf(leaf, &mut words, |layer, at, page| {
-                let elsewhere;
-                let store = if layer == index.layer() {
-                    &top.opened.store
-                } else {
-                    elsewhere = self.chain.open(&self.chain.links[layer.index()], Role::Inspected)?;
-                    &elsewhere.opened.store
-                };
-                store.read_exact(&mut page[..], at).while_trying("read the index")
-            });
-            read.err()
+        let damaged = index.units().levels().find_map(|level| {
+            let tree = index.tree(level);
+            let mut own: Box<dyn Iterator<Item = u64>> = match &self.nearest {
+                Some(below) => Box::new(below.differing(index, level)),
+                None => Box::new(0..tree.leaves()),
+            };
+            own.find_map(|number| {
+                if tree.get(number).is_hole() {
+                    return None;
+                }
+                let read = index.read_leaf(MapPage { level, number }, |layer, at, page| {
+                    let elsewhere;
+                    let store = if layer == index.layer() {
+                        &top.opened.store
+                    } else {
+                        elsewhere = self.chain.open(&self.chain.links[layer.index()], Role::Inspected)?;
+                        &elsewhere.opened.store
+                    };
+                    store.read_exact(&mut page[..], at).while_trying("read the index")
+                });
+                read.err()
+            })
         });
         if let Some(error) = &damaged {
             tracing::info!(file = %top.path.display(), %error, "a damaged index is made anew");

@@ -1,4 +1,5 @@
-//! Map words from the tables of layers, leaf by leaf: what an index is made from, and what it is checked against.
+//! Map words from the tables of layers, leaf by leaf and level by level: what an index is made from, and what it is checked
+//! against.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,17 +13,15 @@ use crate::entry::MapEntry;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fold::Merge;
 use crate::layer::Scratch;
+use crate::levels::{Units, Words};
 use crate::opener::{Opener, Role};
 
 /// Leaves merged together: a bound on memory, 4 MiB.
 pub(super) const WINDOW: u64 = 1024;
 
-pub(super) type Words = Box<[u64; LEAF_WORDS]>;
-
-/// The map's unit: the smallest cluster or subcluster of the layers.
-pub(super) fn unit_of(layers: &[IndexLayer]) -> ClusterBits {
-    let bits = layers.iter().filter_map(|layer| layer.record.tables.map(|tables| tables.geometry().unit()));
-    bits.min().unwrap_or(ClusterBits::MAX)
+/// The units of the map of these layers.
+pub(super) fn units_of(layers: &[IndexLayer]) -> Units {
+    Units::of_tables(layers.iter().filter_map(|layer| Some(layer.record.tables.as_ref()?.geometry())))
 }
 
 /// Reads tables of layers.
@@ -38,8 +37,8 @@ impl Merger<'_> {
     ///
     /// # Errors
     /// A layer that cannot be opened or read, that is not what it was, or whose tables break the format.
-    pub(super) fn merge(&self, from: usize, window: Range<u64>) -> Result<BTreeMap<u64, Words>> {
-        let mut leaves: BTreeMap<u64, Words> = BTreeMap::new();
+    pub(super) fn merge(&self, from: usize, window: Range<u64>) -> Result<BTreeMap<u64, Box<Words>>> {
+        let mut leaves: BTreeMap<u64, Box<Words>> = BTreeMap::new();
         let mut scratch = Scratch::default();
         for (index, layer) in self.layers.iter().enumerate().skip(from) {
             if layer.record.tables.is_none() {
@@ -64,7 +63,7 @@ impl Merger<'_> {
         layer: &IndexLayer,
         store: &dyn Store,
         window: &Range<u64>,
-        leaves: &mut BTreeMap<u64, Words>,
+        leaves: &mut BTreeMap<u64, Box<Words>>,
         scratch: &mut Scratch,
     ) -> Result<()> {
         let layer = layer.layer();

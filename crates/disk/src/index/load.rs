@@ -22,6 +22,7 @@ use super::{Index, IndexLayer, is_as_recorded};
 use crate::chain::{Top, open_layer, plain_name};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Tables;
+use crate::levels::Units;
 use crate::names::sidecar_of;
 use crate::opener::{LocalFiles, Opener, Role, directory_of};
 
@@ -76,11 +77,13 @@ fn load_from(
         return Ok(Found::ChangedFrom(layers[changed.index()].path.clone()));
     }
     let map = pages.tree(root.map, root.leaves())?;
+    let fine = pages.tree(root.fine, root.fine_leaves())?;
     drop(pages);
     Ok(Found::Whole(Box::new(Index {
         root,
         layers,
         map,
+        fine,
         table,
         opener: Arc::clone(opener),
         gate: gate.clone(),
@@ -247,9 +250,10 @@ fn look_at(
 
 /// What must be so in any index that was made for these layers.
 fn check(root: &Root, layers: &[IndexLayer], top: &Top) -> Result<(), IndexError> {
-    let unit = super::leaves::unit_of(layers);
+    let units = super::leaves::units_of(layers);
     let newest = layers.last().expect("a table has a record");
-    if unit != root.unit {
+    // Version 1 had words for subclusters alone: of no use to a map that has words for clusters.
+    if units != Units::new(root.unit, root.fine_unit) {
         return Err(IndexError::Field { field: "map unit", value: root.unit.get().into() });
     }
     if newest.record.size != root.size || root.size != top.size {

@@ -18,20 +18,35 @@ fn scratch() -> tempfile::TempDir {
 
 /// Makes `name` on top of `below`, with a cluster of bytes at each of `writes`, and zeros in the cluster after it.
 fn layer(dir: &Path, name: &str, below: Option<&str>, bits: u32, writes: &[u64]) -> PathBuf {
+    let cluster_bits = ClusterBits::new(bits).unwrap();
+    let options = CreateOptions { cluster_bits, ..CreateOptions::default() };
+    make(dir, name, below, options, 1 << bits, writes)
+}
+
+/// The same of clusters of 128 KiB with subclusters of 4 KiB, with `len` bytes at each of `writes` and as many zeros after them.
+fn split_layer(dir: &Path, name: &str, below: Option<&str>, len: u64, writes: &[u64]) -> PathBuf {
+    let cluster_bits = ClusterBits::new(17).unwrap();
+    let options = CreateOptions { cluster_bits, subclusters: true, ..CreateOptions::default() };
+    make(dir, name, below, options, len, writes)
+}
+
+fn make(
+    dir: &Path,
+    name: &str,
+    below: Option<&str>,
+    options: CreateOptions,
+    len: u64,
+    writes: &[u64],
+) -> PathBuf {
     let path = dir.join(name);
-    let options = CreateOptions {
-        size: Some(40 << 20),
-        cluster_bits: ClusterBits::new(bits).unwrap(),
-        backing: below.map(|below| (PathBuf::from(below), Format::Qcow2)),
-        ..CreateOptions::default()
-    };
-    create(&path, &options).unwrap();
+    let backing = below.map(|below| (PathBuf::from(below), Format::Qcow2));
+    create(&path, &CreateOptions { size: Some(40 << 20), backing, ..options }).unwrap();
     let disk =
         Disk::open(&path, &OpenOptions::default(), &Resources::new(ResourceOptions::default())).unwrap();
     for &at in writes {
-        let mut bytes = vec![1; 1 << bits];
+        let mut bytes = vec![1; len as usize];
         disk.write(GuestOffset::new(at), &[Segment::from_mut(&mut bytes)]).unwrap();
-        let after = vmstrata_types::GuestRange::new(GuestOffset::new(at + (1 << bits)), 1 << bits);
+        let after = vmstrata_types::GuestRange::new(GuestOffset::new(at + len), len);
         disk.write_zeroes(after, false).unwrap();
     }
     disk.close().unwrap();
@@ -87,7 +102,7 @@ fn an_index_that_was_written_loads_as_it_was_returned() {
     let second = kit.extend(&top, Some(&first));
     let Found::Whole(loaded) = kit.load(&top) else { panic!("not found") };
     assert_eq!(
-        (loaded.layer().get(), loaded.units().finest(), loaded.leaves()),
+        (loaded.layer().get(), loaded.units().finest(), loaded.map.leaves()),
         (1, ClusterBits::DEFAULT, 2)
     );
     for (one, other) in loaded.layers().iter().zip(second.layers()) {
@@ -96,15 +111,63 @@ fn an_index_that_was_written_loads_as_it_was_returned() {
             (&other.path, other.identity, &other.record, other.home)
         );
     }
-    let merged = kit.merged(&loaded, loaded.units().finest(), loaded.leaves());
+    let merged = kit.merged(&loaded, loaded.units().finest(), loaded.map.leaves());
     for (number, expected) in (0..).zip(&merged) {
         assert_eq!(kit.page(&loaded, number, loaded.units().finest()), *expected);
         assert_eq!(kit.page(&second, number, second.units().finest()), *expected);
     }
     assert!(merged[0].iter().any(|&word| word >> 48 == 1) && merged[0].iter().any(|&word| word != 0));
     // The write at 33 MiB lies in the second leaf, that at 1 MiB in the first: both differ from the base's index.
-    assert_eq!(first.differing(&loaded).collect::<Vec<_>>(), [0, 1]);
-    assert_eq!(loaded.differing(&second).count(), 0);
+    assert_eq!(first.differing(&loaded, Level::First).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(loaded.differing(&second, Level::First).count(), 0);
+}
+
+impl Kit {
+    /// The pages of the second level, and which of them the index has.
+    fn second_level(&self, index: &Index) -> Vec<bool> {
+        let unit = index.units().get(Level::Second).unwrap();
+        let leaves = index.fine.leaves();
+        for (number, expected) in (0..).zip(self.merged(index, unit, leaves)) {
+            assert_eq!(self.page(index, number, unit), expected, "{number}");
+        }
+        (0..leaves).map(|number| !index.fine.get(number).is_hole()).collect()
+    }
+}
+
+/// 40 MiB in subclusters of 4 KiB are 20 leaves; 128 KiB are a word of the first level.
+#[test]
+fn fine_leaves_are_there_where_words_are_split() {
+    let kit = Kit::new();
+    let some = |numbers: &[usize]| (0..20).map(|number| numbers.contains(&number)).collect::<Vec<_>>();
+    let plain = kit.extend(&layer(kit.dir.path(), "0", None, 17, &[0, 6 << 20]), None);
+    assert_eq!((plain.fine.leaves(), plain.units().get(Level::Second)), (0, None));
+    let path = split_layer(kit.dir.path(), "1", Some("0"), 4096, &[1 << 20, 30 << 20]);
+    let first = kit.extend(&path, Some(&plain));
+    assert_eq!(kit.second_level(&first), some(&[0, 15]));
+    let path = split_layer(kit.dir.path(), "2", Some("1"), 128 << 10, &[30 << 20, 8 << 20]);
+    let second = kit.extend(&path, Some(&first));
+    assert_eq!(kit.second_level(&second), some(&[0]), "clusters that are whole again have none");
+    assert_eq!(second.fine.get(0), first.fine.get(0), "a leaf that says the same is shared");
+    assert_eq!(first.differing(&second, Level::Second).collect::<Vec<_>>(), [15]);
+    let Found::Whole(loaded) = kit.load(&path) else { panic!("not found") };
+    assert_eq!(kit.second_level(&loaded), some(&[0]));
+}
+
+#[test]
+fn a_split_word_without_a_fine_leaf_is_an_error() {
+    let kit = Kit::new();
+    let path = split_layer(kit.dir.path(), "0", None, 4096, &[0]);
+    let mut index = kit.extend(&path, None);
+    let split = MapEntry::split(LayerIndex::BASE);
+    assert!(index.check_word(Level::First, split).is_ok() && index.check_word(Level::Second, split).is_err());
+    index.fine = Tree::new(index.fine.leaves());
+    let error = index.read_page(0, index.units().finest(), |_, at, page| {
+        let opened = kit.opener.open(&path, Role::Inspected, &kit.gate)?;
+        opened.store.read_exact(page, at).while_trying("read")
+    });
+    assert!(matches!(error.unwrap_err().kind(), crate::ErrorKind::Index(IndexError::FineLeaf { leaf: 0 })));
+    let plain = kit.extend(&layer(kit.dir.path(), "plain", None, 16, &[0]), None);
+    assert!(plain.check_word(Level::First, split).is_err(), "no second level says of what");
 }
 
 /// Layers above may have smaller clusters, even so small that a page is a part of a single word.
@@ -127,7 +190,7 @@ fn a_page_in_a_smaller_unit_is_made_of_parts() {
 fn pages_past_the_end_are_holes() {
     let kit = Kit::new();
     let index = kit.extend(&layer(kit.dir.path(), "base", None, 16, &[0]), None);
-    assert!(!index.is_hole(0) && index.is_hole(1) && index.is_hole(1 << 40));
+    assert!(!index.map.get(0).is_hole() && index.map.get(1).is_hole() && index.map.get(1 << 40).is_hole());
     assert_eq!(kit.page(&index, 1 << 40, index.units().finest()), [0; LEAF_WORDS]);
 }
 

@@ -1,23 +1,25 @@
 //! `vmstrata index verify`: every index of a chain, word by word, against the layers' tables.
 //!
-//! Layers are taken from the base up, so that each is read once: the words so far are the truth for its index, and of
-//! that only the pages need be read that the index below does not share.
+//! Layers are taken from the base up, so that each is read once for a level: the words so far are the truth for its index, and of
+//! that only the pages need be read that the index below does not share. The second level is compared as who reads it sees it: where
+//! no word of the first is split, what that one says of the parts.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use vmstrata_qcow2::index::{Home, LEAF_WORDS, LayerRecord, MAX_LEAVES, Root, Stamp};
+use vmstrata_qcow2::index::{Home, LEAF_WORDS, LayerRecord, MAX_LEAVES, Stamp};
 use vmstrata_types::ClusterBits;
 
 use super::build::{IndexOptions, Links};
-use super::leaves::{Merger, Words, unit_of};
+use super::leaves::{Merger, units_of};
 use super::load::{Found, load};
 use super::looks::Looks;
 use super::{Index, IndexLayer};
 use crate::chain::Top;
-use crate::entry::{MapEntry, Mapping};
+use crate::entry::MapEntry;
 use crate::error::{Error, IoContext as _, Result};
+use crate::levels::{Level, MapPage, Words};
 use crate::opener::Role;
 
 /// Leaves whose words are kept at once: 64 MiB at most.
@@ -72,10 +74,12 @@ pub fn verify(path: &Path, options: &IndexOptions) -> Result<Vec<VerifiedFile>> 
     let layers = tops.collect::<Result<Vec<IndexLayer>>>()?;
     let mut run = Verifier { chain: &chain, layers: &layers, looks: Looks::default(), found: Vec::new() };
     run.found.extend(layers.iter().map(|_| Counts::default()));
-    for number in 0..MAX_LEAVES.div_ceil(WINDOW) {
-        let more = run.window(number * WINDOW..(number + 1) * WINDOW, number == 0, options)?;
-        if !more {
-            break;
+    for level in [Level::First, Level::Second] {
+        for number in 0..MAX_LEAVES.div_ceil(WINDOW) {
+            let more = run.window(level, number * WINDOW..(number + 1) * WINDOW, options)?;
+            if !more {
+                break;
+            }
         }
     }
     let verdict = |(layer, counts): (&IndexLayer, Counts)| VerifiedFile {
@@ -126,21 +130,23 @@ struct Verifier<'a> {
 }
 
 impl Verifier<'_> {
-    /// Verifies the leaves in `window` of every index; says whether any has more.
-    fn window(&mut self, window: Range<u64>, first: bool, options: &IndexOptions) -> Result<bool> {
-        let mut truth: BTreeMap<u64, Words> = BTreeMap::new();
+    /// Verifies the leaves of a level in `window` of every index; says whether any has more.
+    fn window(&mut self, level: Level, window: Range<u64>, options: &IndexOptions) -> Result<bool> {
+        let is_first = level == Level::First && window.start == 0;
+        let mut truth: BTreeMap<u64, Box<Words>> = BTreeMap::new();
         let mut unit = None;
         let mut previous: Option<Index> = None;
         let mut more = false;
         for (number, link) in self.chain.links.iter().enumerate() {
             let below = &self.layers[..=number];
-            let now = unit_of(below);
+            let units = units_of(below);
+            let Some(now) = units.get(level) else { continue };
             let from = if unit == Some(now) { number } else { 0 };
             if from == 0 {
                 (truth, previous) = (BTreeMap::new(), None);
             }
             unit = Some(now);
-            more |= Root::leaves_of(self.layers[number].record.size, now) > window.end;
+            more |= units.pages(level, self.layers[number].record.size) > window.end;
             let merger =
                 Merger { layers: below, unit: now, gate: &self.chain.gate, opener: &*self.chain.opener };
             let touched = absorb(&mut truth, merger.merge(from, window.clone())?);
@@ -148,13 +154,13 @@ impl Verifier<'_> {
             previous = match load(&top, &self.chain.gate, &self.chain.opener, &mut self.looks) {
                 // One of another chain could be whole, too, if a file was replaced meanwhile.
                 Found::Whole(index) if index.layer().index() == number => {
-                    let leaves = to_compare(&index, previous.as_ref(), &window, &touched);
-                    self.compare(number, &index, leaves, &truth);
+                    let leaves = to_compare(&index, level, previous.as_ref(), &window, &touched);
+                    self.compare(number, &index, level, leaves, &truth);
                     // One with a bad page vouches for none: the index above may share it.
                     self.found[number].is_sound().then_some(*index)
                 }
                 found => {
-                    if first {
+                    if is_first {
                         self.found[number].whole = Some(unusable(found, &top));
                     }
                     None
@@ -165,27 +171,42 @@ impl Verifier<'_> {
         Ok(more)
     }
 
-    fn compare(&mut self, number: usize, index: &Index, leaves: Vec<u64>, truth: &BTreeMap<u64, Words>) {
-        let visible = Visible::of(&self.layers[..=number], index.units().finest());
-        let nothing: Words = Box::new([0; LEAF_WORDS]);
+    fn compare(
+        &mut self,
+        number: usize,
+        index: &Index,
+        level: Level,
+        leaves: Vec<u64>,
+        truth: &BTreeMap<u64, Box<Words>>,
+    ) {
+        let unit = index.units().of(level);
+        let visible = Visible::of(&self.layers[..=number], unit);
+        let nothing: Words = [0; LEAF_WORDS];
         let counts = &mut self.found[number];
         counts.whole.get_or_insert(IndexVerdict::Good);
-        let mut words: Words = Box::new([0; LEAF_WORDS]);
         for leaf in leaves {
-            if index.map.get(leaf).is_hole() && !truth.contains_key(&leaf) {
+            if index.tree(level).get(leaf).is_hole() && !truth.contains_key(&leaf) {
                 continue;
             }
-            let read = index.read_leaf(leaf, &mut words, |layer, at, page| {
-                let link = &self.chain.links[layer.index()];
-                let top = self.chain.open(link, Role::Inspected)?;
-                top.opened.store.read_exact(&mut page[..], at).while_trying("read the index")
-            });
-            if let Err(error) = read {
-                counts.damaged += 1;
-                counts.first.get_or_insert(error);
-                continue;
-            }
-            let expected = truth.get(&leaf).unwrap_or(&nothing);
+            let read = |page: MapPage| {
+                let read = index.read_leaf(page, |layer, at, page| {
+                    let link = &self.chain.links[layer.index()];
+                    let top = self.chain.open(link, Role::Inspected)?;
+                    top.opened.store.read_exact(&mut page[..], at).while_trying("read the index")
+                });
+                read.map_err(|error| (page.level, error))
+            };
+            let words = match index.units().words(unit, leaf, read) {
+                Ok(words) => words,
+                // Counted when that level was compared.
+                Err((Level::First, _)) if level == Level::Second => continue,
+                Err((_, error)) => {
+                    counts.damaged += 1;
+                    counts.first.get_or_insert(error);
+                    continue;
+                }
+            };
+            let expected = truth.get(&leaf).map_or(&nothing, |words| words);
             if let Some(at) = visible.difference(leaf, &words, expected) {
                 counts.at = if counts.wrong == 0 { at } else { counts.at };
                 counts.wrong += 1;
@@ -195,7 +216,7 @@ impl Verifier<'_> {
 }
 
 /// Puts what newer layers say over what older ones say; returns which leaves that touches.
-fn absorb(truth: &mut BTreeMap<u64, Words>, newer: BTreeMap<u64, Words>) -> BTreeSet<u64> {
+fn absorb(truth: &mut BTreeMap<u64, Box<Words>>, newer: BTreeMap<u64, Box<Words>>) -> BTreeSet<u64> {
     let touched = newer.keys().copied().collect();
     for (leaf, words) in newer {
         let old = truth.entry(leaf).or_insert_with(|| Box::new([0; LEAF_WORDS]));
@@ -212,19 +233,20 @@ fn unusable(found: Found, top: &Top) -> IndexVerdict {
     }
 }
 
-/// The leaves of `index` in `window` that the verified index below does not vouch for.
+/// The leaves of a level of `index` in `window` that the verified index below does not vouch for.
 fn to_compare(
     index: &Index,
+    level: Level,
     previous: Option<&Index>,
     window: &Range<u64>,
     touched: &BTreeSet<u64>,
 ) -> Vec<u64> {
-    let end = window.end.min(index.leaves());
+    let end = window.end.min(index.tree(level).leaves());
     let Some(previous) = previous else { return (window.start..end).collect() };
-    let mut leaves: BTreeSet<u64> = previous.differing(index).collect();
+    let mut leaves: BTreeSet<u64> = previous.differing(index, level).collect();
     leaves.extend(touched);
     // Past the end of the one below, there is nothing that it vouches for.
-    leaves.extend(previous.leaves().saturating_sub(1)..end);
+    leaves.extend(previous.tree(level).leaves().saturating_sub(1)..end);
     leaves.into_iter().filter(|leaf| (window.start..end).contains(leaf)).collect()
 }
 
@@ -258,13 +280,7 @@ impl Visible {
 
     /// The word as whoever reads through it sees it: 0 where its layer is hidden.
     fn seen(&self, at: u64, word: u64) -> u64 {
-        let layer = match MapEntry::from_word(word).mapping(self.unit) {
-            Mapping::Hole => return 0,
-            Mapping::Damaged(layer)
-            | Mapping::Data(layer, _)
-            | Mapping::Zero(layer)
-            | Mapping::Compressed(layer) => layer,
-        };
+        let layer = MapEntry::from_word(word).layer();
         if self.ends.get(layer.index()).is_some_and(|&end| at < end) { word } else { 0 }
     }
 }

@@ -1,25 +1,27 @@
 //! Writing the index of one layer: what the layer changed, the path to it, and pointers to the rest.
 
+use std::collections::BTreeSet;
 use std::hash::{BuildHasher as _, RandomState};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_qcow2::index::{
-    BackingFormat, ChainId, Home, LEAF_WORDS, LayerRecord, MAX_LEAVES, PAGE_LEN, Page, RecordBacking,
+    BackingFormat, ChainId, Home, LayerRecord, MAX_LEAVES, PAGE_LEN, Page, PagePointer, RecordBacking,
     RecordTables, Root, Stamp, pack,
 };
 use vmstrata_store::Gate;
-use vmstrata_types::{HostOffset, LayerIndex};
+use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 
 use super::digest::{Content, digest, stable_mtime};
-use super::leaves::{Merger, WINDOW, Words, unit_of, windows};
+use super::leaves::{Merger, WINDOW, units_of, windows};
 use super::place::Place;
 use super::tree::Tree;
 use super::{Index, IndexLayer};
 use crate::chain::{Qcow2Head, Top, open_layer};
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layer::{Format, Tables};
+use crate::levels::{Level, Units, Words, is_split};
 use crate::opener::{Opener, Role};
 use crate::times;
 
@@ -102,7 +104,10 @@ struct Writer<'a> {
     nearest: Option<&'a Index>,
     place: Place,
     root: Root,
+    units: Units,
     map: Tree,
+    /// The second level of the map.
+    fine: Tree,
     gate: &'a Gate,
     opener: &'a Arc<dyn Opener>,
 }
@@ -115,22 +120,32 @@ impl<'a> Writer<'a> {
         gate: &'a Gate,
         opener: &'a Arc<dyn Opener>,
     ) -> Result<Self> {
-        let unit = unit_of(&layers);
+        let units = units_of(&layers);
         let size = layers.last().expect("the layer itself").record.size;
-        let leaves = Root::leaves_of(size, unit);
-        if leaves > MAX_LEAVES {
+        if units.levels().any(|level| units.pages(level, size) > MAX_LEAVES) {
             return Err(ErrorKind::NotIndexable { reason: "its disk has too many clusters" }.into());
         }
-        // Words of another unit cannot be shared.
-        let shared = nearest.filter(|index| index.units().finest() == unit);
-        let mut map = shared.map_or_else(|| Tree::new(leaves), |index| index.map.clone());
-        map.resize(leaves);
+        // Words of another unit cannot be shared. An index of one level has no fine leaves, of whatever unit.
+        let is_like = |theirs: Units| {
+            let second = theirs.get(Level::Second);
+            theirs.of(Level::First) == units.of(Level::First)
+                && second.is_none_or(|unit| unit == units.finest())
+        };
+        let shared = nearest.filter(|index| is_like(index.units()));
+        let tree = |level| {
+            let leaves = units.pages(level, size);
+            let mut tree = shared.map_or_else(|| Tree::new(leaves), |index| index.tree(level).clone());
+            tree.resize(leaves);
+            tree
+        };
+        let (map, fine) = (tree(Level::First), tree(Level::Second));
         let layer = LayerIndex::new(u16::try_from(layers.len() - 1).expect("chains are shorter than 65,536"));
         let root = Root {
             chain: nearest.map_or_else(new_chain, |index| index.root.chain),
             generation: nearest.map_or(0, |index| index.root.generation).max(place.replaces) + 1,
             layer,
-            unit,
+            unit: units.of(Level::First),
+            fine_unit: units.finest(),
             size,
             at: HostOffset::ZERO,
             area: HostOffset::ZERO..HostOffset::ZERO,
@@ -138,26 +153,22 @@ impl<'a> Writer<'a> {
             table_pages: 0,
             map: map.top(),
             table: map.top(),
+            fine: fine.top(),
         };
-        Ok(Self { layers, nearest: shared, place, root, map, gate, opener })
+        Ok(Self { layers, nearest: shared, place, root, units, map, fine, gate, opener })
     }
 
     fn write(mut self, top: &Top) -> Result<(Index, u64)> {
         let mtime_ns = top.opened.identity.mtime_ns;
         for window in windows(self.root.leaves()) {
-            for (number, words) in self.changed(window)? {
-                let page = bytes_of(&words);
-                let pointer = self.put(&page)?;
-                self.map.set(number, pointer);
-            }
-            if self.place.home() == Home::File {
-                // The next window knows the file by its time, which pages written to it have changed.
-                times::put_back(&*self.place.store, mtime_ns)?;
-            }
+            let changed = self.changed(Level::First, window, |_| true)?;
+            self.write_leaves(Level::First, &changed, mtime_ns)?;
+            self.write_fine(&changed, mtime_ns)?;
         }
-        let mut map = std::mem::take(&mut self.map);
+        let (mut map, mut fine) = (std::mem::take(&mut self.map), std::mem::take(&mut self.fine));
         map.seal(&mut |page| self.put(page))?;
-        self.root.map = map.top();
+        fine.seal(&mut |page| self.put(page))?;
+        (self.root.map, self.root.fine) = (map.top(), fine.top());
         let table = self.write_table(top)?;
         let (root, bytes) = self.place.finish(top, self.root, mtime_ns)?;
         let newest = self.layers.last_mut().expect("the layer itself");
@@ -166,6 +177,7 @@ impl<'a> Writer<'a> {
             root,
             layers: self.layers,
             map,
+            fine,
             table,
             opener: Arc::clone(self.opener),
             gate: self.gate.clone(),
@@ -174,23 +186,66 @@ impl<'a> Writer<'a> {
         Ok((index, bytes))
     }
 
-    fn put(&mut self, page: &Page) -> Result<vmstrata_qcow2::index::PagePointer> {
+    fn write_leaves(&mut self, level: Level, leaves: &[(u64, Box<Words>)], mtime_ns: i64) -> Result<()> {
+        for (number, words) in leaves {
+            let pointer = self.put(&bytes_of(words))?;
+            let tree = if level == Level::First { &mut self.map } else { &mut self.fine };
+            tree.set(*number, pointer);
+        }
+        if self.place.home() == Home::File {
+            // Whoever merges next knows the file by its time, which pages written to it have changed.
+            times::put_back(&*self.place.store, mtime_ns)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the fine leaves below some leaves that have changed, where words of those are split, and drops the others.
+    fn write_fine(&mut self, changed: &[(u64, Box<Words>)], mtime_ns: i64) -> Result<()> {
+        let Some(unit) = self.units.get(Level::Second) else { return Ok(()) };
+        let mut split = BTreeSet::new();
+        for (leaf, words) in changed {
+            let below = self.units.below(*leaf);
+            for number in below.start..below.end.min(self.fine.leaves()) {
+                if is_split(&words[self.units.over(unit, number).1]) {
+                    split.insert(number);
+                } else if !self.fine.get(number).is_hole() {
+                    self.fine.set(number, PagePointer::HOLE);
+                }
+            }
+        }
+        for window in windows(self.fine.leaves()) {
+            if split.range(window.clone()).next().is_some() {
+                let changed = self.changed(Level::Second, window, |leaf| split.contains(&leaf))?;
+                self.write_leaves(Level::Second, &changed, mtime_ns)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, page: &Page) -> Result<PagePointer> {
         self.place.put(&self.root.chain, self.root.layer, self.root.generation, page)
     }
 
-    /// The leaves of `window` that are not as the nearest index has them.
-    fn changed(&self, window: std::ops::Range<u64>) -> Result<Vec<(u64, Words)>> {
-        let merger =
-            Merger { layers: &self.layers, unit: self.root.unit, gate: self.gate, opener: &**self.opener };
+    /// Those of the wanted leaves in `window` that are not as the nearest index has them.
+    fn changed(
+        &self,
+        level: Level,
+        window: std::ops::Range<u64>,
+        is_wanted: impl Fn(u64) -> bool,
+    ) -> Result<Vec<(u64, Box<Words>)>> {
+        let unit = self.units.of(level);
+        let merger = Merger { layers: &self.layers, unit, gate: self.gate, opener: &**self.opener };
         let from = self.nearest.map_or(0, |index| index.layer().index() + 1);
         let mut changed = Vec::new();
         for (number, mut words) in merger.merge(from, window)? {
-            let mut old: Words = Box::new([0; LEAF_WORDS]);
-            match self.nearest.map(|index| self.read_old(index, number, &mut old)) {
+            if !is_wanted(number) {
+                continue;
+            }
+            match self.nearest.map(|index| self.read_old(index, number, unit)) {
                 None => {}
-                Some(Ok(())) => {
+                Some(Ok(old)) => {
                     words.iter_mut().zip(old.iter()).for_each(|(word, old)| *word = (*word).max(*old));
-                    if words == old {
+                    if *words == old {
                         continue;
                     }
                 }
@@ -206,8 +261,8 @@ impl<'a> Writer<'a> {
         Ok(changed)
     }
 
-    fn read_old(&self, index: &Index, number: u64, words: &mut [u64; LEAF_WORDS]) -> Result<()> {
-        index.read_leaf(number, words, |layer, at, page| {
+    fn read_old(&self, index: &Index, number: u64, unit: ClusterBits) -> Result<Words> {
+        index.read_page(number, unit, |layer, at, page| {
             let path = &self.layers[layer.index()].path;
             let opened = self.opener.open(path, Role::Inspected, self.gate)?;
             opened.store.read_exact(&mut page[..], at).while_trying("read the index")
@@ -258,7 +313,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-fn bytes_of(words: &[u64; LEAF_WORDS]) -> Box<Page> {
+fn bytes_of(words: &Words) -> Box<Page> {
     let mut page = Box::new([0; PAGE_LEN]);
     for (bytes, word) in page.chunks_exact_mut(8).zip(words) {
         bytes.copy_from_slice(&word.to_le_bytes());

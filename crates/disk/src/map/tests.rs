@@ -7,7 +7,7 @@ use vmstrata_qcow2::{L2Entry, SubclusterState, Subclusters};
 use vmstrata_store::Segment;
 
 use super::*;
-use crate::index::{IndexOptions, build};
+use crate::index::{IndexOptions, IndexVerdict, VerifiedFile, build, verify};
 use crate::snapshots::SnapshotInfo;
 use crate::{
     CreateOptions, Disk, Format, OpenOptions, ResourceOptions, Resources, create, snapshot_together,
@@ -191,7 +191,11 @@ proptest! {
         build(&top, &IndexOptions::default()).unwrap();
         let disk = open(&top, &new_resources());
         let map = frozen(&disk);
+        prop_assert!(map.index().is_some(), "the chain has an index");
         prop_assert_eq!(mapped(&map), painted(&map), "from the index");
+        let verified = verify(&top, &IndexOptions::default()).unwrap();
+        let is_good = |file: &VerifiedFile| matches!(file.verdict, IndexVerdict::Good | IndexVerdict::NotNeeded);
+        prop_assert!(verified.iter().all(is_good), "{:?}", verified);
     }
 }
 

@@ -23,8 +23,10 @@ mod field {
     pub(super) const AREA_END: usize = 72;
     pub(super) const LEN_BEFORE: usize = 80;
     pub(super) const TABLE_PAGES: usize = 88;
+    pub(super) const FINE_UNIT: usize = 92;
     pub(super) const MAP: usize = 96;
     pub(super) const TABLE: usize = 112;
+    pub(super) const FINE: usize = 128;
 }
 
 /// The root of an index.
@@ -36,8 +38,12 @@ pub struct Root {
     pub generation: u64,
     /// The layer it belongs to: it answers for this one and all below.
     pub layer: LayerIndex,
-    /// Bytes that one map word speaks for: the smallest cluster of those layers.
+    /// Bytes that one map word speaks for: the smallest cluster of those layers. (In version 1, the smallest subcluster, if that is
+    /// smaller.)
     pub unit: ClusterBits,
+    /// Bytes that one word of the fine tree speaks for: the smallest cluster or subcluster of those layers. The same as `unit`
+    /// if there is no such tree.
+    pub fine_unit: ClusterBits,
     /// Virtual size of the layer in bytes.
     pub size: u64,
     /// Where this page lies.
@@ -52,6 +58,8 @@ pub struct Root {
     pub map: PagePointer,
     /// Top of the layer table.
     pub table: PagePointer,
+    /// Top of the fine tree, which has leaves where words of the map are split.
+    pub fine: PagePointer,
 }
 
 impl Root {
@@ -63,6 +71,11 @@ impl Root {
     /// Leaves of the map.
     pub const fn leaves(&self) -> u64 {
         Self::leaves_of(self.size, self.unit)
+    }
+
+    /// Leaves of the fine tree.
+    pub fn fine_leaves(&self) -> u64 {
+        if self.fine_unit == self.unit { 0 } else { Self::leaves_of(self.size, self.fine_unit) }
     }
 
     /// The page's bytes, and their checksum for the [`super::IndexLink`].
@@ -81,8 +94,10 @@ impl Root {
         put(field::AREA_END, &self.area.end.get().to_le_bytes());
         put(field::LEN_BEFORE, &self.len_before.to_le_bytes());
         put(field::TABLE_PAGES, &self.table_pages.to_le_bytes());
+        put(field::FINE_UNIT, &self.fine_unit.get().to_le_bytes());
         put(field::MAP, &self.map.to_bytes());
         put(field::TABLE, &self.table.to_bytes());
+        put(field::FINE, &self.fine.to_bytes());
         let crc = crc32c::crc32c(&page[..]);
         page[field::CRC..field::CRC + 4].copy_from_slice(&crc.to_le_bytes());
         (page, crc)
@@ -98,7 +113,7 @@ impl Root {
             return Err(IndexError::Missing);
         }
         let version = le::u32(page, field::VERSION);
-        if version != VERSION {
+        if !(1..=VERSION).contains(&version) {
             return Err(IndexError::Version { found: version });
         }
         let crc = le::u32(page, field::CRC);
@@ -108,11 +123,17 @@ impl Root {
             return Err(IndexError::Checksum { what: "root" });
         }
         let number = |at| le::u64(page, at);
+        let map_unit = unit(le::u32(page, field::UNIT))?;
+        let (fine_unit, fine) = match version {
+            1 => (map_unit, PagePointer::HOLE),
+            _ => (unit(le::u32(page, field::FINE_UNIT))?, PagePointer::from_bytes(&page[field::FINE..])?),
+        };
         let root = Self {
             chain: ChainId(le::chunk(page, field::CHAIN)),
             generation: number(field::GENERATION),
             layer: layer(le::u32(page, field::LAYERS))?,
-            unit: unit(le::u32(page, field::UNIT))?,
+            unit: map_unit,
+            fine_unit,
             size: number(field::SIZE),
             at: HostOffset::new(number(field::AT)),
             area: HostOffset::new(number(field::AREA_START))..HostOffset::new(number(field::AREA_END)),
@@ -120,6 +141,7 @@ impl Root {
             table_pages: le::u32(page, field::TABLE_PAGES),
             map: PagePointer::from_bytes(&page[field::MAP..])?,
             table: PagePointer::from_bytes(&page[field::TABLE..])?,
+            fine,
         };
         root.check(at)?;
         Ok((root, crc))
@@ -129,7 +151,10 @@ impl Root {
         if self.at != at {
             return wrong("place of the root", self.at.get());
         }
-        if self.leaves() > MAX_LEAVES {
+        if self.fine_unit > self.unit {
+            return wrong("fine unit", self.fine_unit.get());
+        }
+        if self.leaves().max(self.fine_leaves()) > MAX_LEAVES {
             return wrong("disk size", self.size);
         }
         let area = &self.area;

@@ -16,6 +16,7 @@ fn root() -> Root {
         generation: 9,
         layer: LayerIndex::new(3),
         unit: ClusterBits::DEFAULT,
+        fine_unit: ClusterBits::from_size(4096).unwrap(),
         size: 50 << 30,
         at: HostOffset::new(0x9000),
         area: HostOffset::new(0x4000)..HostOffset::new(0xa000),
@@ -23,6 +24,7 @@ fn root() -> Root {
         table_pages: 1,
         map: pointer(0x5000),
         table: pointer(0x6000),
+        fine: pointer(0x7000),
     }
 }
 
@@ -74,8 +76,10 @@ fn a_root_found_in_another_place_is_refused() {
 
 #[test]
 fn roots_that_cannot_be_are_refused_though_their_checksum_matches() {
-    let changes: [fn(&mut Root); 6] = [
+    let changes: [fn(&mut Root); 8] = [
         |root| root.size = u64::MAX,
+        |root| root.size = 9 << 40,
+        |root| root.fine_unit = ClusterBits::MAX,
         |root| root.area.start = HostOffset::new(0x4001),
         |root| root.area.end = root.at,
         |root| root.len_before = 0x4001,
@@ -93,8 +97,20 @@ fn roots_that_cannot_be_are_refused_though_their_checksum_matches() {
 #[test]
 fn a_later_version_is_named() {
     let (mut page, _) = root().encode();
-    page[8] = 2;
-    assert_eq!(Root::parse(&page, root().at), Err(IndexError::Version { found: 2 }));
+    page[8] = 3;
+    assert_eq!(Root::parse(&page, root().at), Err(IndexError::Version { found: 3 }));
+}
+
+#[test]
+fn a_root_of_version_1_has_no_fine_tree() {
+    let (mut page, _) = root().encode();
+    page[8] = 1;
+    page[12..16].fill(0);
+    let crc = crc32c::crc32c(&page[..]);
+    page[12..16].copy_from_slice(&crc.to_le_bytes());
+    let (read, _) = Root::parse(&page, root().at).unwrap();
+    assert_eq!(read, Root { fine_unit: root().unit, fine: PagePointer::HOLE, ..root() });
+    assert_eq!(read.fine_leaves(), 0);
 }
 
 #[test]
@@ -190,7 +206,7 @@ proptest! {
         table[8] = 80;
         let _ = TablePage::parse(&table);
         let mut root = page;
-        root[..12].copy_from_slice(b"VMSINDEX\x01\0\0\0");
+        root[..12].copy_from_slice(b"VMSINDEX\x02\0\0\0");
         let _ = Root::parse(&root, HostOffset::ZERO);
     }
 }

@@ -76,3 +76,24 @@ fn a_long_chain_is_looked_at_but_hardly_any_of_its_files_is_opened() {
     let opened = counting.opened.load(Ordering::Relaxed);
     assert!(opened <= 8, "{opened}");
 }
+
+#[test]
+fn version_1_words_for_subclusters_alone_are_not_used() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("disk");
+    let options = CreateOptions {
+        size: Some(1 << 20),
+        cluster_bits: ClusterBits::DEFAULT,
+        subclusters: true,
+        ..CreateOptions::default()
+    };
+    create(&path, &options).unwrap();
+    build(&path, &IndexOptions { include_top: true, ..IndexOptions::default() }).unwrap();
+    let (gate, opener): (_, Arc<dyn Opener>) = (Gate::new([dir.path()]).unwrap(), Arc::new(LocalFiles));
+    let top = open_layer(&path, Role::Frozen, None, &gate, &*opener).unwrap();
+    let Found::Whole(index) = load(&top, &gate, &opener, &mut Looks::default()) else { panic!("no index") };
+    check(&index.root, &index.layers, &top).unwrap();
+    // What a root of version 1 reads as.
+    let old = Root { unit: index.root.fine_unit, fine: PagePointer::HOLE, ..index.root.clone() };
+    assert!(matches!(check(&old, &index.layers, &top), Err(IndexError::Field { field: "map unit", .. })));
+}
