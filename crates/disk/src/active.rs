@@ -176,16 +176,27 @@ impl Active {
         self.cache.prefetch(key, slot);
     }
 
-    /// Decodes an entry of this layer.
+    /// Decodes a cluster's entry.
     ///
     /// # Errors
     /// An entry that breaks the format.
-    pub(crate) fn decode(&self, raw: RawEntry) -> Result<L2Entry> {
+    #[inline]
+    pub(crate) fn decode(&self, cluster: u64, raw: RawEntry) -> Result<L2Entry> {
         self.tables.entries.l2(raw).map_err(|entry| {
-            Error::from(ErrorKind::Entry { table: "L2 table", entry })
-                .in_layer(self.index)
-                .in_file(&self.path)
+            let error = Error::from(ErrorKind::Entry { table: "L2 table", entry });
+            let error = match self.entry_place(cluster) {
+                Ok(Some(place)) => error.at(place),
+                _ => error,
+            };
+            error.in_layer(self.index).in_file(&self.path)
         })
+    }
+
+    /// Where a cluster's entry lies in the image, if its table is there.
+    pub(crate) fn entry_place(&self, cluster: u64) -> Result<Option<HostOffset>> {
+        let geometry = self.tables.geometry;
+        let l1_entry = self.l1_entry(cluster >> geometry.l2_bits).unwrap_or(0);
+        self.tables.entry_place(l1_entry, GuestOffset::new(cluster << geometry.cluster_bits.get()))
     }
 
     /// The raw entry that says so.
@@ -255,10 +266,10 @@ impl Active {
         (1 << granule_bits) - (cluster & ((1 << granule_bits) - 1))
     }
 
-    /// The clusters that an entry refers to, to be freed when it is replaced.
-    pub(crate) fn clusters_of(&self, raw: RawEntry) -> Result<Option<Freed>> {
+    /// The clusters that a cluster's entry refers to, to be freed when it is replaced.
+    pub(crate) fn clusters_of(&self, cluster: u64, raw: RawEntry) -> Result<Option<Freed>> {
         let len = self.tables.geometry.cluster_bits.size();
-        Ok(match self.decode(raw)? {
+        Ok(match self.decode(cluster, raw)? {
             L2Entry::Compressed { host: at, len } => Some(Freed { at, len }),
             entry => entry.host().map(|at| Freed { at, len }),
         })
@@ -451,12 +462,8 @@ impl Active {
         match slot {
             Slot::L1(index) => Ok(self.l1.load().at + index * 8),
             Slot::L2(cluster) => {
-                let l2_bits = self.tables.geometry.l2_bits;
-                let raw = self.l1_entry(cluster >> l2_bits);
-                let table = table_of(&self.tables, raw.unwrap_or(0), u64::MAX)?;
-                let table = table.expect("a change was published only after its table existed");
-                let within = cluster & ((1 << l2_bits) - 1);
-                Ok(table + within * self.tables.entries.entry_len() as u64)
+                let place = self.entry_place(cluster)?;
+                Ok(place.expect("a change was published only after its table existed"))
             }
         }
     }

@@ -42,6 +42,12 @@ impl Tables {
             compression: header.compression_type,
         }
     }
+
+    /// Where the L2 entry of the cluster that holds `at` lies, in the table that this L1 entry leads to, if there is one.
+    pub(crate) fn entry_place(&self, l1_entry: u64, at: GuestOffset) -> Result<Option<HostOffset>> {
+        let table = table_of(self, l1_entry, u64::MAX)?;
+        Ok(table.map(|table| table + (self.geometry.l2_index(at) * self.entries.entry_len()) as u64))
+    }
 }
 
 /// Who writes entries of a layer's tables excludes those who read them: the host does not keep the two words of an extended entry
@@ -259,6 +265,18 @@ impl Layer {
             }
         }
         Ok(())
+    }
+
+    /// Where the L2 entry of the cluster that holds `at` lies, if its table is there.
+    ///
+    /// # Errors
+    /// As [`Layer::scan`].
+    pub(crate) fn entry_place(&self, store: &dyn Store, at: GuestOffset) -> Result<Option<HostOffset>> {
+        let Some(tables) = &self.tables else { return Ok(None) };
+        let mut entry = [0; 8];
+        let place = tables.l1_at + tables.geometry.l1_index(at) as u64 * 8;
+        store.read_padded(&mut entry, place).while_trying("read the L1 table").map_err(|e| e.at(place))?;
+        tables.entry_place(u64::from_be_bytes(entry), at)
     }
 
     /// The raw L2 entry of the cluster that holds `at`; empty where there is no table.

@@ -167,7 +167,20 @@ impl Layers {
             Err(error) => return error,
         };
         match self.tables_of(layer).entries.l2(raw) {
-            Err(entry) => ErrorKind::Entry { table: "L2 table", entry }.into(),
+            Err(entry) => {
+                let error = Error::from(ErrorKind::Entry { table: "L2 table", entry });
+                let place = match self.layer(layer) {
+                    LayerRef::Active(active) => active.entry_place(active.cluster_of(at)),
+                    LayerRef::Frozen(frozen) => {
+                        self.file_of(layer).and_then(|file| frozen.entry_place(&**file, at))
+                    }
+                    LayerRef::Raw(_) => Ok(None),
+                };
+                match place {
+                    Ok(Some(place)) => error.at(place),
+                    _ => error,
+                }
+            }
             Ok(L2Entry::Data { host, .. } | L2Entry::Subclusters { host: Some(host), .. }) => {
                 let file_len =
                     self.file_of(layer).and_then(|store| store.len().while_trying("read the file's length"));
@@ -196,7 +209,7 @@ impl Layers {
         into: &[Segment<'_>],
     ) -> Result<()> {
         let first = raw(active.cluster_of(at));
-        if let L2Entry::Compressed { .. } = active.decode(first)? {
+        if let L2Entry::Compressed { .. } = active.decode(active.cluster_of(at), first)? {
             return self
                 .read_compressed_cluster(active.index, first, at, into)
                 .map(drop)

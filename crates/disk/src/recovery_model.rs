@@ -529,7 +529,8 @@ fn variable(name: &str) -> Option<u64> {
 fn a_killed_process_loses_nothing_that_completed() {
     let first = variable("VMSTRATA_SEED").unwrap_or(0);
     let count = variable("VMSTRATA_SEQUENCES").unwrap_or(1_000);
-    let shared = [(9, false), (9, false), (9, false), (12, false), (9, false), (9, false), (14, true), (12, false)];
+    let shared =
+        [(9, false), (9, false), (9, false), (12, false), (9, false), (9, false), (14, true), (12, false)];
     let shared = shared.map(|(bits, subclusters)| Shared::new(bits, subclusters));
     for seed in first..first + count {
         let log = Log::default();

@@ -115,7 +115,7 @@ impl Layers {
                 Cleared::Must(new) => {
                     changed.push(Change { cluster, old, new: active.encode(new) });
                     if new.host().is_none() {
-                        freed.extend(active.clusters_of(old)?);
+                        freed.extend(active.clusters_of(cluster, old)?);
                     }
                 }
                 Cleared::Write => must_write.push(part),
@@ -142,7 +142,7 @@ impl Layers {
         purpose: Purpose,
     ) -> Result<Cleared> {
         let (bits, unit) = (active.tables.geometry.cluster_bits, active.tables.geometry.unit());
-        let entry = active.decode(old)?;
+        let entry = active.decode(active.cluster_of(part.start), old)?;
         if matches!(entry, L2Entry::Compressed { .. }) {
             return Ok(Cleared::Write);
         }
@@ -177,7 +177,7 @@ impl Layers {
         let bits = active.tables.geometry.cluster_bits;
         let at = GuestOffset::new(cluster << bits.get());
         let has_zero_flag = active.tables.version >= 3;
-        let entry = active.decode(old)?;
+        let entry = active.decode(cluster, old)?;
         let nothing_below = self.is_nothing_below(at, bits.size())?;
         if entry == L2Entry::Unallocated && nothing_below {
             return Ok(Cleared::Already);

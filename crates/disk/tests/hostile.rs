@@ -6,6 +6,7 @@ use common::flat::{assert_same, read, write};
 use common::stock::{path_str, qemu_img};
 use common::{open, open_read_only, scratch, stock};
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
+use vmstrata_types::HostOffset;
 
 /// Moves the refcount table of a new image to a cluster that no refcount block counts.
 #[test]
@@ -83,21 +84,42 @@ fn tables_that_count_as_free_are_not_written_over() {
     }
 }
 
-/// Who reads the cluster gets an error that shows the entry; all others read on.
+/// Who uses the cluster gets an error that shows the entry and where it lies; all others read on.
 #[test]
-fn subclusters_that_cannot_be_are_an_error_for_their_reader() {
+fn subclusters_that_cannot_be_are_an_error_for_their_user() {
     let dir = scratch();
     let path = dir.path().join("disk");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", "extended_l2=on", path_str(&path), "1M"]);
-    stock::qemu_io(&path, &["write -q -P 0x21 0 64k".to_owned(), "write -q -P 0x22 128k 64k".to_owned()]);
-    let mut bytes = std::fs::read(&path).unwrap();
-    let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
+    let commands = ["write -q -P 0x21 0 64k", "write -q -P 0x22 128k 64k", "write -q -c -P 0x23 192k 64k"];
+    stock::qemu_io(&path, &commands.map(str::to_owned));
+    let good = std::fs::read(&path).unwrap();
+    let word = |at: usize| u64::from_be_bytes(good[at..at + 8].try_into().unwrap()) as usize;
     let table = word(word(40)) & 0x00ff_ffff_ffff_fe00;
-    // The ninth subcluster is data and zeros.
-    bytes[table + 8 + 2] |= 1;
-    std::fs::write(&path, bytes).unwrap();
-    let disk = open_read_only(&path);
-    let error = read(&disk, 0, 512).unwrap_err().to_string();
-    assert!(error.contains("both allocated and zero") && error.contains("0x00000100ffffffff"), "{error}");
-    assert_same(&read(&disk, 128 << 10, 65536).unwrap(), &[0x22; 65536], 128 << 10, "its neighbour");
+    let cases = [
+        (0, 0x0000_0100_ffff_ffff, "both allocated and zero"),
+        (1, 0x0000_0000_0000_0080, "without a host offset"),
+        (3, 0x0000_0002_0000_0000, "a compressed cluster with subclusters"),
+    ];
+    for (cluster, states, wrong) in cases {
+        let mut bytes = good.clone();
+        let entry = table + cluster * 16;
+        bytes[entry + 8..entry + 16].copy_from_slice(&u64::to_be_bytes(states));
+        std::fs::write(&path, bytes).unwrap();
+        let (at, name) = (cluster as u64 * 65536, format!("with subclusters {states:#018x}"));
+        let assert_named = |error: vmstrata_disk::Error, what: &str| {
+            let text = error.to_string();
+            assert!(text.contains(wrong) && text.contains(&name), "{what}: {text}");
+            assert_eq!(error.offset(), Some(HostOffset::new(entry as u64)), "{what}: {text}");
+            assert_eq!(error.path(), Some(&*path), "{what}: {text}");
+        };
+        let disk = open_read_only(&path);
+        assert_named(read(&disk, at, 512).unwrap_err(), "a frozen layer's reader");
+        assert_same(&read(&disk, 128 << 10, 65536).unwrap(), &[0x22; 65536], 128 << 10, "its neighbour");
+        drop(disk);
+        let disk = open(&path);
+        assert_named(read(&disk, at, 512).unwrap_err(), "the active layer's reader");
+        assert_named(write(&disk, at, &[1; 512]).unwrap_err(), "a writer");
+        assert_named(disk.discard(common::flat::range(at, 2048)).unwrap_err(), "who discards");
+        disk.close().unwrap();
+    }
 }

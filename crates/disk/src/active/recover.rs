@@ -86,8 +86,8 @@ impl Active {
                     return Ok(());
                 }
                 // A zero entry may keep the cluster that the data entry before it had, and the other way round.
-                let kept = self.clusters_of(new)?;
-                let freed = self.clusters_of(old)?.filter(|freed| Some(*freed) != kept);
+                let kept = self.clusters_of(cluster, new)?;
+                let freed = self.clusters_of(cluster, old)?.filter(|freed| Some(*freed) != kept);
                 self.publish(&[Change { cluster, old, new }], freed.as_slice(), &page)
             }
         }

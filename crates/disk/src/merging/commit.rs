@@ -364,17 +364,17 @@ impl Layers {
 
     /// Whether the active layer has data at `at` and may write over it.
     fn is_in_place(&self, active: &Active, at: GuestOffset) -> Result<bool> {
-        let entry = active.decode(active.entry(active.cluster_of(at))?)?;
+        let entry = active.decode(active.cluster_of(at), active.entry(active.cluster_of(at))?)?;
         let geometry = active.tables.geometry;
         let part =
-            at.within(geometry.cluster_bits) * u64::from(Subclusters::COUNT) >> geometry.cluster_bits.get();
+            (at.within(geometry.cluster_bits) * u64::from(Subclusters::COUNT)) >> geometry.cluster_bits.get();
         Ok(entry.own_host().is_some() && entry.states().state(part as u32) == SubclusterState::Allocated)
     }
 
     /// Makes sure that the cluster at `at` may be exchanged for another, if it is to be: nothing of it shows in `state`.
     fn check_movable(&self, active: &Active, at: GuestOffset, state: &Self) -> Result<()> {
         let bits = active.tables.geometry.cluster_bits;
-        let entry = active.decode(active.entry(active.cluster_of(at))?)?;
+        let entry = active.decode(active.cluster_of(at), active.entry(active.cluster_of(at))?)?;
         if entry.own_host().is_some() || entry.states().allocated == 0 {
             return Ok(());
         }

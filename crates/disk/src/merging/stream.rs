@@ -97,7 +97,7 @@ impl Layers {
             let page = active.lock_page(first);
             for (cluster, &need) in (first..).zip(&needs) {
                 let raw = active.entry_locked(cluster, &page)?;
-                bytes += Fill::new(raw, active.decode(raw)?, need).bytes(active);
+                bytes += Fill::new(raw, active.decode(cluster, raw)?, need).bytes(active);
             }
             at = GuestOffset::new((first + needs.len() as u64) << bits.get());
         }
@@ -228,7 +228,7 @@ impl Layers {
         let (mut fills, mut bytes) = (Vec::with_capacity(needs.len()), 0);
         for (cluster, &need) in (first..).zip(needs) {
             let raw = active.entry_locked(cluster, &page)?;
-            let fill = Fill::new(raw, active.decode(raw)?, need);
+            let fill = Fill::new(raw, active.decode(cluster, raw)?, need);
             bytes += fill.bytes(active);
             if bytes > most && !fills.is_empty() {
                 break;
@@ -240,7 +240,7 @@ impl Layers {
         let (mut changes, mut freed) = (Vec::new(), Vec::new());
         for (cluster, fill) in (first..).zip(&fills).filter(|(_, fill)| fill.need != Subclusters::NOTHING) {
             changes.push(Change { cluster, old: fill.old, new: active.encode(fill.entry_now()) });
-            freed.extend(if fill.moved.is_some() { active.clusters_of(fill.old)? } else { None });
+            freed.extend(if fill.moved.is_some() { active.clusters_of(cluster, fill.old)? } else { None });
         }
         if !changes.is_empty() {
             let in_file = |error: crate::Error| error.in_file(&active.path);

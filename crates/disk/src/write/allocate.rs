@@ -76,7 +76,7 @@ impl Layers {
         for cluster in first..first + count {
             let raw = active.entry_locked(cluster, guard)?;
             let is_own = matches!(
-                active.decode(raw)?,
+                active.decode(cluster, raw)?,
                 L2Entry::Data { copied: true, .. } | L2Entry::Subclusters { host: Some(_), copied: true, .. }
             );
             if is_own {
@@ -95,7 +95,7 @@ impl Layers {
         old: &[RawEntry],
         wait: Wait,
     ) -> Result<Option<Space<'a>>> {
-        if let L2Entry::Zero { host: Some(at), copied: true } = active.decode(old[0])? {
+        if let L2Entry::Zero { host: Some(at), copied: true } = active.decode(first, old[0])? {
             let kept = Allocated { at, clusters: 1, zeroed: false };
             return Ok(ensure_table(active, first, wait)?.then_some(Space::Kept(kept)));
         }
@@ -155,12 +155,12 @@ fn publish_new(
 ) -> Result<()> {
     let mut changed: smallvec::SmallVec<[Change; 4]> = smallvec::SmallVec::new();
     let mut freed: Vec<Freed> = Vec::new();
-    for (number, &raw) in old.iter().enumerate() {
-        let host = space.at().at + ((number as u64) << active.tables.geometry.cluster_bits.get());
+    for (cluster, &old) in (first..).zip(old) {
+        let host = space.at().at + ((cluster - first) << active.tables.geometry.cluster_bits.get());
         let new = active.encode(L2Entry::Data { host, copied: true });
-        changed.push(Change { cluster: first + number as u64, old: raw, new });
+        changed.push(Change { cluster, old, new });
         if matches!(space, Space::New(_)) {
-            freed.extend(active.clusters_of(raw)?);
+            freed.extend(active.clusters_of(cluster, old)?);
         }
     }
     active.publish(&changed, &freed, guard).map_err(|error| error.in_file(&active.path))

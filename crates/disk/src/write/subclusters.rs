@@ -35,7 +35,7 @@ impl Layers {
         let piece = Piece::first(active, at, total_len(from));
         let Some((guard, raw)) = lock_entry(active, piece.cluster, wait)? else { return Ok(None) };
         let from = slice(from, 0, piece.len);
-        let entry = active.decode(raw)?;
+        let entry = active.decode(piece.cluster, raw)?;
         if matches!(entry, L2Entry::Data { copied: true, .. }) {
             // It can be overwritten in place by now.
             return Ok((wait == Wait::May).then_some(0));
@@ -134,7 +134,7 @@ impl Layers {
         let allocated = old.states.allocated | touched(active, piece);
         let states = Subclusters { allocated, zero: old.states.zero & !allocated };
         let entry = active.encode(L2Entry::of_subclusters(Some(host), true, states));
-        let freed = if new.is_some() { active.clusters_of(old.raw)? } else { None };
+        let freed = if new.is_some() { active.clusters_of(piece.cluster, old.raw)? } else { None };
         if entry != old.raw {
             let change = Change { cluster: piece.cluster, old: old.raw, new: entry };
             active
