@@ -131,7 +131,12 @@ impl Layers {
     }
 
     /// Writes bytes that other requests may be writing around: see [`crate::blocks`].
-    fn overwrite(&self, store: &dyn Store, from: &[Segment<'_>], host: HostOffset) -> std::io::Result<()> {
+    pub(crate) fn overwrite(
+        &self,
+        store: &dyn Store,
+        from: &[Segment<'_>],
+        host: HostOffset,
+    ) -> std::io::Result<()> {
         let write = || store.write_segments(from, host);
         match &self.blocks {
             None => write(),

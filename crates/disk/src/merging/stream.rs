@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 use vmstrata_qcow2::{L2Entry, RawEntry, SubclusterState, Subclusters};
-use vmstrata_store::is_zero;
+use vmstrata_store::{Segment, is_zero};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use super::holes::Holes;
@@ -292,9 +292,10 @@ impl Layers {
             }
             let mut written = 0;
             for (run, host) in runs(fills, size, |_, fill| fill.host_now()) {
-                let wrote = active.store.write_all(&bytes[run.clone()], host).while_trying("write");
-                wrote.map_err(|error| error.at(host).in_file(&active.path))?;
                 written += run.len() as u64;
+                let from = Segment::from_mut(&mut bytes[run]);
+                let wrote = self.overwrite(&*active.store, &[from], host).while_trying("write");
+                wrote.map_err(|error| error.at(host).in_file(&active.path))?;
             }
             Ok(written)
         })
