@@ -188,8 +188,13 @@ fn dense_chain(dir: &Path) -> ([PathBuf; 3], Vec<u8>) {
         }
     }
     qemu_img(&["rebase", "-u", "-b", "base.qcow2", "-F", "qcow2", path_str(&middle)]);
-    let backing = Some(("dense".into(), Format::Qcow2));
-    create(&top, &CreateOptions { backing, ..CreateOptions::default() }).unwrap();
+    let options = CreateOptions {
+        cluster_bits: ClusterBits::from_size(CLUSTER).unwrap(),
+        subclusters: true,
+        backing: Some(("dense".into(), Format::Qcow2)),
+        ..CreateOptions::default()
+    };
+    create(&top, &options).unwrap();
     ([base, middle, top], model)
 }
 
@@ -230,19 +235,16 @@ fn guest_clusters_that_share_a_host_cluster_are_merged_under_a_disk_in_use() {
 fn a_shared_cluster_that_shows_in_part_is_not_committed_into() {
     let dir = scratch();
     let ([_, middle, top], mut model) = dense_chain(dir.path());
-    create(
-        &dir.path().join("disk"),
-        &CreateOptions { backing: Some(("top.qcow2".into(), Format::Qcow2)), ..CreateOptions::default() },
-    )
-    .unwrap();
     let disk = open(&top);
     put(&disk, &mut model, CLUSTER + 3 * SUBCLUSTER, SUBCLUSTER, 9);
     disk.close().unwrap();
     drop(disk);
-    let resources = small_resources(None);
     let disk = dir.path().join("disk");
+    let backing = Some(("top.qcow2".into(), Format::Qcow2));
+    create(&disk, &CreateOptions { backing, ..CreateOptions::default() }).unwrap();
+    let resources = small_resources(None);
     let (range, options) = dropping(1, Direction::Commit);
-    let refused = Merge::new(&disk, range, &options, &resources).unwrap_err();
+    let refused = Merge::new(&disk, range, &options, &resources).map(drop).unwrap_err();
     assert!(matches!(refused.fault(), Some(MergeFault::NoCommit { .. })), "{refused}");
     assert_clean(&middle);
     let (range, options) = dropping(1, Direction::Auto);
