@@ -314,10 +314,12 @@ impl<'a> Run<'a> {
             fs::create_dir_all(self.root().join(name)).expect("made");
         }
         let sectors = 8 * (64 + self.random.below(256));
+        let (cluster_bits, version) = (*self.random.pick(&[9, 12, 14, 16]), *self.random.pick(&[2, 3, 3, 3]));
         let options = CreateOptions {
             size: Some(sectors * SECTOR as u64),
-            cluster_bits: ClusterBits::new(*self.random.pick(&[9, 12, 14, 16])).expect("a size of clusters"),
-            version: *self.random.pick(&[2, 3, 3, 3]),
+            cluster_bits: ClusterBits::new(cluster_bits).expect("a size of clusters"),
+            version,
+            subclusters: cluster_bits >= 14 && version == 3 && self.random.one_in(2),
             ..CreateOptions::default()
         };
         create(&self.root().join(DISKS).join(DISK), &options).expect("a disk");
