@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 
-use super::config::{Below, Config};
+use super::config::{Below, Config, SUBCLUSTERS_SINCE};
 use super::stamp::{self, SECTOR, Value};
 
 /// Runs of sectors that a layer writes.
@@ -31,15 +31,15 @@ pub(super) fn make(
         Below::Nothing => None,
         Below::Raw => Some((raw(&dir.join("base.raw"), &mut values, random)?, "raw")),
         Below::Compressed => {
-            let size = cluster_size(random);
+            let size = clusters(random);
             Some((converted(dir, &mut values, &["-c", "-o", &size], random)?, "qcow2"))
         }
         Below::Version2 => {
-            let options = format!("{},compat=0.10", cluster_size(random));
+            let options = format!("cluster_size={},compat=0.10", 1u64 << random.random_range(9..=18));
             Some((converted(dir, &mut values, &["-o", &options], random)?, "qcow2"))
         }
         Below::Mixed => {
-            let size = cluster_size(random);
+            let size = clusters(random);
             let base = converted(dir, &mut values, &["-o", &size], random)?;
             Some((overlay(&base, dir, &mut values, random)?, "qcow2"))
         }
@@ -52,6 +52,7 @@ pub(super) fn make(
     create.arg("create").arg(&disk).arg((config.sectors * SECTOR as u64).to_string());
     create.arg("--cluster-size").arg((1u64 << config.cluster_bits).to_string());
     create.args(["--format-version", if config.version2 { "2" } else { "3" }]);
+    create.args(config.subclusters.then_some("--subclusters"));
     if let Some((file, format)) = &below {
         create.arg("--backing").arg(file).args(["--backing-format", format]);
     }
@@ -65,9 +66,11 @@ fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// The clusters of a layer that is not the disk itself.
-fn cluster_size(random: &mut SmallRng) -> String {
-    format!("cluster_size={}", 1u64 << random.random_range(9..=18))
+/// The clusters of a layer that is not the disk itself, with subclusters now and then.
+fn clusters(random: &mut SmallRng) -> String {
+    let bits = random.random_range(9..=18);
+    let extended = if bits >= SUBCLUSTERS_SINCE && random.random() { "on" } else { "off" };
+    format!("cluster_size={},extended_l2={extended}", 1u64 << bits)
 }
 
 /// Runs of sectors, and the value that a layer writes there.
@@ -111,7 +114,7 @@ fn overlay(base: &Path, dir: &Path, values: &mut [Value], random: &mut SmallRng)
     let (middle, source) = (dir.join("middle.qcow2"), dir.join("source.raw"));
     let mut create = Command::new("qemu-img");
     create.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b"]).arg(base);
-    run(create.args(["-o", &cluster_size(random)]).arg(&middle))?;
+    run(create.args(["-o", &clusters(random)]).arg(&middle))?;
     let file = File::options().read(true).write(true).create(true).truncate(true).open(&source)?;
     for (start, count) in write_runs(&file, values, Value(2), random)? {
         // The tool repeats a file from its start, so each run has one of its own.

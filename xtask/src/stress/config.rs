@@ -43,6 +43,9 @@ pub(super) enum Style {
     Reader,
 }
 
+/// Base-2 logarithm of the smallest clusters that have subclusters.
+pub(super) const SUBCLUSTERS_SINCE: u32 = 14;
+
 /// A round's configuration.
 #[derive(Clone, Debug)]
 pub(super) struct Config {
@@ -51,6 +54,7 @@ pub(super) struct Config {
     pub(super) sectors: u64,
     pub(super) direct: bool,
     pub(super) version2: bool,
+    pub(super) subclusters: bool,
     pub(super) below: Below,
     /// Sectors of the lowest layer; shorter than the disk now and then.
     pub(super) below_sectors: u64,
@@ -90,11 +94,13 @@ impl Config {
             nbd = vec![Style::Rewriter, Style::Rewriter, Style::Flusher, Style::Flusher];
             vhost = vec![Style::Rewriter];
         }
+        let version2 = random.random_ratio(1, 6);
         Self {
             cluster_bits,
             sectors,
             direct: media == Media::Ext4 && random.random(),
-            version2: random.random_ratio(1, 6),
+            version2,
+            subclusters: cluster_bits >= SUBCLUSTERS_SINCE && !version2 && random.random(),
             below: if focused { Below::Nothing } else { below(random) },
             focused,
             below_sectors,
