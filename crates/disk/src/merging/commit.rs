@@ -345,8 +345,9 @@ impl Layers {
             let run = self.run_above(state, at, self.size, holes)?;
             let end = at + run.len;
             if is_above(run, active.index) {
+                let last = GuestOffset::new(end.get() - 1).align_down(unit);
                 let mut here = at.align_down(unit).max(counted);
-                while here < end {
+                while here <= last {
                     self.check_movable(active, here, state)?;
                     let next = here + unit.size();
                     let is_whole = here >= at && next.get().min(self.size) <= end.get();
@@ -354,8 +355,9 @@ impl Layers {
                     let is_written =
                         !(is_whole && run.source.is_zero()) && !self.is_in_place(active, here)?;
                     demand += if is_written { unit.size() } else { 0 };
-                    (here, counted) = (next, next);
+                    here = if run.source.is_zero() { next.max(last) } else { next };
                 }
+                counted = last + unit.size();
             }
             at = end;
         }
