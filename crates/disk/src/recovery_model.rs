@@ -560,7 +560,7 @@ fn two_entries_that_lead_to_one_cluster_are_not_taken_up() {
 #[test]
 fn a_cluster_that_an_older_version_wrote_in_part_is_refused_by_name() {
     use crate::journal::{Record, Slot};
-    let shared = Shared::new(12);
+    let shared = Shared::new(12, false);
     let world = shared.world(0, &Log::default());
     let slot = Slot::L2(3);
     let new = RawEntry::standard(1 << 61 | 0x5000 | 0b1);
