@@ -32,7 +32,7 @@ use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
 use crate::alloc::{Allocated, Allocator};
 use crate::cache::{Owner, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
-use crate::changes::{Changes, CommitTarget, Freed, Noted};
+use crate::changes::{Changes, CommitTarget, Freed, Noted, Recorded};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::flusher::Flusher;
 use crate::journal::{Record, Slot};
@@ -374,7 +374,21 @@ impl Active {
     /// # Errors
     /// A commit that failed, or a journal that cannot be written: in the latter case nothing is published.
     pub(crate) fn publish(&self, changed: &[Change], freed: &[Freed], guard: &EntryGuard<'_>) -> Result<()> {
-        let noted = self.changes.note_or_commit(&records(changed), freed, self)?;
+        self.publish_recorded(changed, freed, guard, Recorded::Now)
+    }
+
+    /// As [`Active::publish`]; the caller says when the journal is given the records.
+    ///
+    /// # Errors
+    /// The same.
+    pub(crate) fn publish_recorded(
+        &self,
+        changed: &[Change],
+        freed: &[Freed],
+        guard: &EntryGuard<'_>,
+        recorded: Recorded,
+    ) -> Result<()> {
+        let noted = self.changes.note_or_commit((&records(changed), recorded), freed, self)?;
         // Commit first: a request that sees a new cluster writes into it and completes without a commit of its own.
         self.commit_if_due(noted)?;
         self.show(changed, guard);

@@ -1,7 +1,7 @@
 //! Changes of the active layer's tables on their way to the image, and the order in which they get there.
 //!
 //! ```text
-//!   write: data ──► record (journal, then memory) ──► visible to lookups ──► request completes
+//!   write: data ──► noted ──► visible to lookups ──► recorded in the journal ──► request completes
 //!   commit:  flush ──► write L1 and L2 entries ──► flush ──► freed clusters may be reclaimed
 //!            data and refcounts                    tables
 //! ```
@@ -14,8 +14,10 @@
 //! A cluster that an entry let go of stays as it is until the change is on stable storage and the requests that may
 //! still see it are done ([`Changes::take_reclaimable`]).
 //!
-//! Nothing is noted that is not in the journal: where that has no room, the caller commits, which begins the journal anew, and
-//! tries again ([`Changes::note_or_commit`]). So what a killed process leaves is never behind the image.
+//! Nothing is noted that the journal has no room for: the caller commits then, which begins the journal anew, and tries again
+//! ([`Changes::note_or_commit`]). A queue's thread has the records of several writes given to the journal at once: before any request
+//! of the disk completes ([`Changes::record`]), and before a commit begins. So what a killed process leaves is never behind the image,
+//! nor behind what a guest knows.
 //!
 //! Lock order: the commit lock, then the state's lock. The state's lock is never held during a flush.
 
@@ -30,7 +32,7 @@ use vmstrata_qcow2::RawEntry;
 use vmstrata_store::Planted;
 use vmstrata_types::{ClusterBits, HostOffset};
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::journal::{Journal, Record, Slot};
 
 /// Changes noted before a writer must commit them itself: bounds memory and journal.
@@ -58,6 +60,8 @@ pub(crate) struct Changes {
     asked: AtomicU64,
     /// A commit failed, or the journal broke; there will be no other commits.
     failed: AtomicBool,
+    /// The journal is still to be given records. Changes under the state's lock.
+    unrecorded: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -80,6 +84,15 @@ struct State {
 struct Batch {
     entries: BTreeMap<Slot, RawEntry>,
     freed: Vec<Freed>,
+}
+
+/// When a change is given to the journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Recorded {
+    /// Before the change is shown.
+    Now,
+    /// By the next [`Changes::record`].
+    Later,
 }
 
 /// What noting a change asks of the one who made it.
@@ -120,6 +133,7 @@ impl Changes {
             committing: Mutex::new(0),
             asked: AtomicU64::new(0),
             failed: AtomicBool::new(false),
+            unrecorded: AtomicBool::new(false),
         }
     }
 
@@ -138,9 +152,16 @@ impl Changes {
     }
 
     /// Notes changes whose data is written, and the clusters they let go of.
-    pub(crate) fn note(&self, records: &[Record], freed: &[Freed]) -> Noted {
+    pub(crate) fn note(&self, records: &[Record], freed: &[Freed], recorded: Recorded) -> Noted {
         let mut state = self.state.lock();
-        if let Err(error) = state.journal.as_mut().map_or(Ok(()), |journal| journal.append(records)) {
+        let append = |journal: &mut Journal| match recorded {
+            Recorded::Now => journal.append(records),
+            Recorded::Later => {
+                self.unrecorded.store(true, Ordering::Release);
+                journal.append_later(records)
+            }
+        };
+        if let Err(error) = state.journal.as_mut().map_or(Ok(()), append) {
             if state.is_journal_broken() {
                 self.failed.store(true, Ordering::SeqCst);
             }
@@ -162,17 +183,38 @@ impl Changes {
     /// A commit that failed, or a journal that cannot be written: nothing was noted.
     pub(crate) fn note_or_commit(
         &self,
-        records: &[Record],
+        (records, recorded): (&[Record], Recorded),
         freed: &[Freed],
         target: &impl CommitTarget,
     ) -> Result<Noted> {
         for _ in 0..ROOM_TRIES {
-            match self.note(records, freed) {
+            match self.note(records, freed, recorded) {
                 Noted::NoRoom => self.make_room(target)?,
                 noted => return Ok(noted),
             }
         }
         Err(self.no_room())
+    }
+
+    /// Gives the journal the records of all changes that were noted before. A request completes only after that: it may have seen
+    /// one of them.
+    ///
+    /// # Errors
+    /// A journal that cannot be written: the caller must fail the disk.
+    #[inline]
+    pub(crate) fn record(&self) -> Result<()> {
+        if self.unrecorded.load(Ordering::Acquire) { self.record_now() } else { Ok(()) }
+    }
+
+    #[cold]
+    fn record_now(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        let Some(journal) = &mut state.journal else { return Ok(()) };
+        let written = journal.write_out().while_trying("write the volatile journal");
+        let path = journal.path().to_owned();
+        self.failed.fetch_or(written.is_err(), Ordering::SeqCst);
+        self.unrecorded.store(false, Ordering::Release);
+        written.map_err(|error| error.in_file(&path))
     }
 
     /// Commits, so that the journal begins anew.
@@ -248,7 +290,7 @@ impl Changes {
     }
 
     fn commit_open(&self, target: &impl CommitTarget) -> Result<()> {
-        if self.begin() {
+        if self.begin()? {
             if !Planted::SwappedFlush.is_there() {
                 target.flush()?;
             }
@@ -266,18 +308,23 @@ impl Changes {
     }
 
     /// Closes the open batch; false when there is nothing in it.
-    fn begin(&self) -> bool {
+    fn begin(&self) -> Result<bool> {
         let mut state = self.state.lock();
         if state.open.entries.is_empty() && state.refused.is_none() {
-            return false;
+            return Ok(false);
         }
+        // The image shows no change that the journal lacks.
+        if let Some(journal) = &mut state.journal {
+            journal.write_out().while_trying("write the volatile journal")?;
+        }
+        self.unrecorded.store(false, Ordering::Release);
         // If the other half cannot be begun, this one goes on: longer, and as true.
         if state.journal.as_mut().is_some_and(|journal| journal.turn().is_ok()) {
             state.refused = None;
         }
         state.closing = Arc::new(std::mem::take(&mut state.open));
         state.since = None;
-        true
+        Ok(true)
     }
 
     fn end(&self) {
@@ -373,12 +420,32 @@ mod tests {
         assert_eq!(*log.0.borrow(), ["flush"]);
         let freed =
             [Freed { at: HostOffset::new(0), len: 512 }, Freed { at: HostOffset::new(512), len: 512 }];
-        assert_eq!(changes.note(&[change(5, 1), change(5, 2)], &freed), Noted::Safe);
+        assert_eq!(changes.note(&[change(5, 1), change(5, 2)], &freed, Recorded::Now), Noted::Safe);
         assert!(changes.take_reclaimable().is_empty() && changes.waited(Duration::ZERO));
         changes.commit(&log).unwrap();
         assert_eq!(log.0.borrow()[1..], ["flush", "{L2(5): 2}", "flush"]);
         assert_eq!(changes.take_reclaimable(), [Freed { at: HostOffset::new(0), len: 1024 }]);
         assert!(!changes.waited(Duration::ZERO));
+    }
+
+    #[test]
+    fn records_put_off_are_in_the_journal_before_a_request_completes_or_a_commit_begins() {
+        let dir = tempfile::tempdir().unwrap();
+        let (journal, subject) = journal::tests::fresh(dir.path());
+        let changes = Changes::new(ClusterBits::DEFAULT);
+        changes.use_journal(Some(journal));
+        let found = || journal::look(dir.path(), &subject).unwrap().records;
+        let later = |records: &[Record]| changes.note(records, &[], Recorded::Later);
+        assert_eq!((later(&[change(1, 1)]), later(&[change(2, 2)])), (Noted::Safe, Noted::Safe));
+        assert!(found().is_empty());
+        changes.record().unwrap();
+        assert_eq!(found(), [change(1, 1), change(2, 2)]);
+        let _ = later(&[change(3, 3)]);
+        let _ = changes.note(&[change(4, 4)], &[], Recorded::Now);
+        assert_eq!(found()[2..], [change(3, 3), change(4, 4)], "in order");
+        let _ = later(&[change(5, 5)]);
+        assert!(changes.begin().unwrap());
+        assert_eq!(found()[4..], [change(5, 5)]);
     }
 
     #[test]
@@ -389,14 +456,18 @@ mod tests {
         let changes = Changes::new(ClusterBits::DEFAULT);
         changes.use_journal(Some(journal));
         let found = || journal::look(dir.path(), &subject).unwrap().records;
-        assert_eq!(changes.note(&[change(1, 1)], &[]), Noted::Safe);
-        assert_eq!(changes.note(&[change(2, 2)], &[]), Noted::NoRoom, "one record is the limit");
+        assert_eq!(changes.note(&[change(1, 1)], &[], Recorded::Now), Noted::Safe);
+        assert_eq!(
+            changes.note(&[change(2, 2)], &[], Recorded::Now),
+            Noted::NoRoom,
+            "one record is the limit"
+        );
         assert_eq!(found(), [change(1, 1)]);
         let log = Log::default();
-        assert_eq!(changes.note_or_commit(&[change(2, 2)], &[], &log).unwrap(), Noted::Safe);
+        assert_eq!(changes.note_or_commit((&[change(2, 2)], Recorded::Now), &[], &log).unwrap(), Noted::Safe);
         assert_eq!(*log.0.borrow(), ["flush", "{L2(1): 1}", "flush"], "what was noted before, and no more");
         assert_eq!(found(), [change(2, 2)]);
-        changes.note_or_commit(&[change(3, 3), change(4, 4)], &[], &log).unwrap_err();
+        changes.note_or_commit((&[change(3, 3), change(4, 4)], Recorded::Now), &[], &log).unwrap_err();
         changes.overlay(3..5, |cluster, _| panic!("{cluster}: too long for any half, and not made"));
     }
 
@@ -406,7 +477,7 @@ mod tests {
         let at = |at| Freed { at: HostOffset::new(at), len: 512 };
         let whole = |at| Freed { at: HostOffset::new(at), len: 65536 };
         let freed = [at(0x5_0000), at(0x5_0200), whole(0x6_0000), whole(0x7_0000)];
-        let _ = changes.note(&[change(1, 0)], &freed);
+        let _ = changes.note(&[change(1, 0)], &freed, Recorded::Now);
         changes.commit(&Log::default()).unwrap();
         let last = Freed { at: HostOffset::new(0x6_0000), len: 2 * 65536 };
         assert_eq!(changes.take_reclaimable(), [freed[0], freed[1], last]);
@@ -415,9 +486,9 @@ mod tests {
     #[test]
     fn the_newest_note_of_a_cluster_is_what_lookups_see() {
         let changes = Changes::new(ClusterBits::MIN);
-        let _ = changes.note(&[change(1, 10), change(2, 20)], &[]);
-        assert!(changes.begin());
-        let _ = changes.note(&[change(2, 21), change(9, 90)], &[]);
+        let _ = changes.note(&[change(1, 10), change(2, 20)], &[], Recorded::Now);
+        assert!(changes.begin().unwrap());
+        let _ = changes.note(&[change(2, 21), change(9, 90)], &[], Recorded::Now);
         let mut seen = BTreeMap::new();
         changes.overlay(0..9, |cluster, raw| {
             seen.insert(cluster, raw.word);

@@ -16,8 +16,8 @@
 //! ```
 //!
 //! Invariants:
-//! - A change is in the journal before a lookup, or the image, shows it. A record that cannot be written is a change that
-//!   is not made.
+//! - A change is in the journal before the image shows it, and before a request completes that may have seen it. A change for
+//!   whose record there is no room is not made.
 //! - The valid halves, in order of their turns, hold every value that a slot has had since the one the image holds, that one
 //!   included.
 //! - Both halves have room for one publication, so a full file system makes commits frequent, and stops nothing.
@@ -249,6 +249,8 @@ pub(crate) struct Journal {
     subject: Subject,
     /// Longest a half may grow; commits come long before.
     len_max: u64,
+    /// Records that the current half has room for and is still to be given.
+    pending: Bytes,
     is_broken: bool,
 }
 
@@ -306,7 +308,18 @@ impl Journal {
         let (first, second) = (bytes_of(&*halves[0].store)?, bytes_of(&*halves[1].store)?);
         let (found, newest) = subject.read([&first, &second]);
         let Newest { turn, number: current } = newest.unwrap_or(Newest { turn: 0, number: 0 });
-        Ok((Self { halves, current, turn, subject, len_max: LEN_MAX, is_broken: false }, found))
+        Ok((
+            Self {
+                halves,
+                current,
+                turn,
+                subject,
+                len_max: LEN_MAX,
+                pending: Bytes::new(),
+                is_broken: false,
+            },
+            found,
+        ))
     }
 
     /// Begins `session`. What was found remains, and is the journal for as long as the image names the earlier session: drop it
@@ -326,6 +339,7 @@ impl Journal {
     /// A file that cannot be written; then the current half goes on.
     pub(crate) fn turn(&mut self) -> io::Result<()> {
         self.check_sound()?;
+        self.write_out()?;
         self.turn += 1;
         let (turn, other) = (self.turn, 1 - self.current);
         let header = self.subject.header(turn);
@@ -349,6 +363,7 @@ impl Journal {
     /// A file system without room, or a half that is too long: nothing is recorded then, and a turn may help.
     pub(crate) fn append(&mut self, records: &[Record]) -> io::Result<()> {
         self.check_sound()?;
+        self.write_out()?;
         let seed = self.subject.seed(self.turn_now());
         let mut bytes = Bytes::new();
         records.iter().for_each(|record| record.put(&self.subject, seed, &mut bytes));
@@ -366,6 +381,40 @@ impl Journal {
         }
         half.len = end;
         Ok(())
+    }
+
+    /// As [`Journal::append`], but that the records are kept once [`Journal::write_out`] returns.
+    ///
+    /// # Errors
+    /// The same.
+    pub(crate) fn append_later(&mut self, records: &[Record]) -> io::Result<()> {
+        self.check_sound()?;
+        let (seed, before) = (self.subject.seed(self.turn_now()), self.pending.len());
+        records.iter().for_each(|record| record.put(&self.subject, seed, &mut self.pending));
+        let half = &mut self.halves[self.current];
+        let end = half.len + self.pending.len() as u64;
+        let room =
+            if end > self.len_max { Err(io::ErrorKind::FileTooLarge.into()) } else { half.make_room(end) };
+        if room.is_err() {
+            self.pending.truncate(before);
+        }
+        room
+    }
+
+    /// Gives the half the records that it has room for.
+    ///
+    /// # Errors
+    /// A file that cannot be written: the journal is broken, as lookups show the changes already.
+    pub(crate) fn write_out(&mut self) -> io::Result<()> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        let half = &mut self.halves[self.current];
+        let written = half.store.write_all(&self.pending, HostOffset::new(half.len));
+        self.is_broken |= written.is_err();
+        half.len += self.pending.len() as u64;
+        self.pending.clear();
+        written
     }
 
     /// Ends a commit: what was recorded before it is in the image. A half that cannot be dropped is harmless: it is whole, and

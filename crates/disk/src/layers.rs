@@ -168,6 +168,21 @@ impl Layers {
         }
     }
 
+    /// Gives the journals the records of all changes that were shown so far: no request completes before that.
+    ///
+    /// # Errors
+    /// A journal that cannot be written: the disk must take no more writes.
+    #[inline]
+    pub(crate) fn record(&self) -> Result<()> {
+        if let Some(before) = &self.before {
+            before.record()?;
+        }
+        match &self.top {
+            Top::Qcow2(active) => active.changes.record(),
+            Top::Raw(_) | Top::Frozen => Ok(()),
+        }
+    }
+
     /// Claims the next flush of the active layer's file, for a ring, if nothing else is needed to bring what completed so far to
     /// stable storage.
     pub(crate) fn try_claim_flush(&self) -> Option<(Arc<OpenStore>, FlushClaim)> {

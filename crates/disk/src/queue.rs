@@ -34,7 +34,7 @@ use vmstrata_store::{Ring, RingCompletion, SegmentVec, are_zero, slice};
 use crate::chain::DetectZeroes;
 use crate::disk::Disk;
 use crate::epoch::{Member, Phase, next_shard};
-use crate::error::{IoContext as _, Result};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layers::Layers;
 use crate::observer::{Hooked, IoObserver};
 use crate::request::{Completion, Op, Request};
@@ -455,8 +455,22 @@ impl IoQueue {
         }
         out.append(&mut self.ready);
         let count = out.len() - before;
+        if count > 0
+            && let Err(error) = self.layers.record()
+        {
+            self.fail_unrecorded(&mut out[before..], error);
+        }
         self.in_flight -= count;
         count
+    }
+
+    /// Lets no request succeed that may have seen a change that the journal lacks.
+    #[cold]
+    fn fail_unrecorded(&self, completions: &mut [Completion], error: Error) {
+        let error = self.disk.fail(error);
+        for completion in completions.iter_mut().filter(|completion| completion.result.is_ok()) {
+            completion.result = Err(ErrorKind::Failed { cause: error.to_string() }.into());
+        }
     }
 
     /// A part has ended; the last one ends the request, or has a worker do all of it again.

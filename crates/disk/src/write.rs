@@ -16,6 +16,7 @@ use vmstrata_store::{AlignedBuf, LocalFile, Segment, Store, copy_to_slice, slice
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::active::{Active, EntryGuard, NewClusters};
+use crate::changes::Recorded;
 use crate::error::{ErrorKind, IoContext as _, Result};
 use crate::layers::{HeaderGuard, Layers, RawTop, Top};
 
@@ -39,6 +40,16 @@ pub(crate) fn with_scratch<T>(len: usize, work: impl FnOnce(&mut [u8]) -> T) -> 
 pub(crate) enum Wait {
     May,
     MustNot,
+}
+
+impl Wait {
+    /// When the journal is given the changes of a write: of those of a queue's thread, together with others.
+    fn recorded(self) -> Recorded {
+        match self {
+            Self::May => Recorded::Now,
+            Self::MustNot => Recorded::Later,
+        }
+    }
 }
 
 /// What of a request its first cluster takes.
@@ -70,7 +81,10 @@ impl Layers {
     /// As [`crate::Disk::write`], checked and entered.
     pub(crate) fn write(&self, at: GuestOffset, from: &[Segment<'_>]) -> Result<()> {
         match &self.top {
-            Top::Qcow2(active) => self.write_active(active, at, from, Wait::May).map(drop),
+            Top::Qcow2(active) => {
+                self.write_active(active, at, from, Wait::May)?;
+                self.record()
+            }
             Top::Raw(raw) => {
                 let host = HostOffset::new(at.get());
                 self.write_raw(raw, at, from).map_err(|error| error.at(host).in_file(&raw.path))
@@ -80,7 +94,7 @@ impl Layers {
     }
 
     /// As [`Layers::write`], from memory and without waiting but for the host's page cache; false where that cannot be done:
-    /// any part of the range may then have been written.
+    /// any part of the range may then have been written. It completes only after [`Layers::record`].
     pub(crate) fn try_write(&self, at: GuestOffset, from: &[Segment<'_>]) -> bool {
         let Top::Qcow2(active) = &self.top else { return false };
         // Around the page cache a write may wait for those beside it; one of whole clusters is allocated by a worker.

@@ -10,7 +10,7 @@ use vmstrata_store::Store;
 use vmstrata_types::HostOffset;
 
 use super::{Active, NewClusters};
-use crate::changes::{Freed, Noted};
+use crate::changes::{Freed, Noted, Recorded};
 use crate::error::{Error, IoContext as _, Result};
 use crate::journal::Record;
 use crate::layer::{Tables, table_of, words};
@@ -115,7 +115,7 @@ impl Active {
         let bytes = bytes.transpose()?;
         let space = self.allocate(1)?;
         self.put_table(index, raw, space, bytes.as_deref(), |record, freed| {
-            self.changes.note_or_commit(std::slice::from_ref(record), freed, self)
+            self.changes.note_or_commit((std::slice::from_ref(record), Recorded::Now), freed, self)
         })
     }
 
@@ -130,10 +130,11 @@ impl Active {
         match self.l1_entry(index)? {
             0 => {
                 let space = self.try_allocate()?;
-                let note = |record: &Record, freed: &[Freed]| match self
-                    .changes
-                    .note(std::slice::from_ref(record), freed)
-                {
+                let note = |record: &Record, freed: &[Freed]| match self.changes.note(
+                    std::slice::from_ref(record),
+                    freed,
+                    Recorded::Now,
+                ) {
                     Noted::NoRoom => Err(self.changes.no_room()),
                     noted => Ok(noted),
                 };

@@ -9,7 +9,7 @@ use vmstrata_qcow2::{L2Entry, RawEntry};
 use vmstrata_types::HostOffset;
 
 use super::{Active, Change};
-use crate::changes::Freed;
+use crate::changes::{Freed, Recorded};
 use crate::error::Result;
 use crate::journal::{Record, Slot};
 use crate::layer::table_of;
@@ -73,9 +73,11 @@ impl Active {
                 if old != new {
                     let len = self.tables.geometry.cluster_bits.size();
                     let freed = table_of(&self.tables, old, u64::MAX)?.map(|at| Freed { at, len });
-                    self.commit_if_due(
-                        self.changes.note(&[Record::of_l1(index, old, new)], freed.as_slice()),
-                    )?;
+                    self.commit_if_due(self.changes.note(
+                        &[Record::of_l1(index, old, new)],
+                        freed.as_slice(),
+                        Recorded::Now,
+                    ))?;
                 }
                 Ok(())
             }

@@ -145,6 +145,33 @@ fn a_full_file_system_leaves_room_for_one_publication() {
     }
 }
 
+/// A journal before its first session, in memory.
+fn in_memory(memory: &[Arc<MemoryStore>; 2], plan: &Arc<FaultPlan>) -> Journal {
+    let half = |memory: &Arc<MemoryStore>| Half {
+        path: PathBuf::new(),
+        store: Arc::new(FaultStore::new(Arc::clone(memory) as _, plan, StoreId(0))),
+        turn: 0,
+        len: 0,
+        room: 0,
+    };
+    Journal::of([half(&memory[0]), half(&memory[1])], subject(7, 0)).unwrap().0
+}
+
+#[test]
+fn a_record_put_off_that_cannot_be_written_breaks_the_journal() {
+    let (plan, memory) = (FaultPlan::new(), [Arc::new(MemoryStore::new()), Arc::new(MemoryStore::new())]);
+    let mut journal = in_memory(&memory, &plan);
+    journal.begin(77).unwrap();
+    journal.append_later(&[record(1)]).unwrap();
+    let effect = Effect::Tear { bytes: 0, errno: EIO };
+    plan.add(Fault { kind: Some(OperationKind::Write), store: None, when: When::From(0), effect });
+    journal.write_out().unwrap_err();
+    plan.clear();
+    assert!(journal.is_broken());
+    journal.append(&[record(2)]).unwrap_err();
+    journal.turn().unwrap_err();
+}
+
 /// Every write of a half in turn fails, does part of its work, or all of it; and once or for good.
 #[test]
 fn a_failed_write_loses_no_record_and_leaves_none_of_a_change_that_is_not_made() {
@@ -155,14 +182,7 @@ fn a_failed_write_loses_no_record_and_leaves_none_of_a_change_that_is_not_made()
         {
             let plan = FaultPlan::new();
             let memory = [Arc::new(MemoryStore::new()), Arc::new(MemoryStore::new())];
-            let half = |number: usize| Half {
-                path: PathBuf::new(),
-                store: Arc::new(FaultStore::new(Arc::clone(&memory[number]) as _, &plan, StoreId(0))),
-                turn: 0,
-                len: 0,
-                room: 0,
-            };
-            let (mut journal, _) = Journal::of([half(0), half(1)], subject(7, 0)).unwrap();
+            let mut journal = in_memory(&memory, &plan);
             let when = if for_good { When::From(nth) } else { When::Nth(nth) };
             let effect = Effect::Tear { bytes, errno: EIO };
             plan.add(Fault { kind: Some(OperationKind::Write), store: None, when, effect });
@@ -185,7 +205,11 @@ fn play(journal: &mut Journal, halves: &[Arc<MemoryStore>; 2]) -> bool {
     let found = || subject(7, 77).read([&halves[0].to_vec(), &halves[1].to_vec()]).0.records;
     for step in 0..12u64 {
         let records: Vec<Record> = (0..=step % 3).map(|n| record(100 * step + n)).collect();
-        match journal.append(&records) {
+        let appended = match step % 2 {
+            0 => journal.append(&records),
+            _ => journal.append_later(&records).and_then(|()| journal.write_out()),
+        };
+        match appended {
             Ok(()) => made.extend(&records),
             Err(_) => {
                 went_well = false;

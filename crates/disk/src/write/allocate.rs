@@ -58,7 +58,7 @@ impl Layers {
             let bytes = bytes.min((old.len() << bits.get()) - head);
             let behind = Some(behind).filter(|_| old.len() << bits.get() > head + bytes);
             write_new(active, &slice(from, 0, bytes), space.at(), (head, before, behind))?;
-            publish_new(active, first, &space, old, &guard)?;
+            publish_new(active, first, &space, old, (&guard, wait))?;
             space.keep();
             Ok(Some(bytes))
         })
@@ -151,7 +151,7 @@ fn publish_new(
     first: u64,
     space: &Space<'_>,
     old: &[RawEntry],
-    guard: &EntryGuard<'_>,
+    (guard, wait): (&EntryGuard<'_>, Wait),
 ) -> Result<()> {
     let mut changed: smallvec::SmallVec<[Change; 4]> = smallvec::SmallVec::new();
     let mut freed: Vec<Freed> = Vec::new();
@@ -163,5 +163,6 @@ fn publish_new(
             freed.extend(active.clusters_of(cluster, old)?);
         }
     }
-    active.publish(&changed, &freed, guard).map_err(|error| error.in_file(&active.path))
+    let published = active.publish_recorded(&changed, &freed, guard, wait.recorded());
+    published.map_err(|error| error.in_file(&active.path))
 }

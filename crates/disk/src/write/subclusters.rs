@@ -84,7 +84,7 @@ impl Layers {
             segments.extend(behind.to_write(false));
             let written = self.overwrite(&*active.store, &segments, place).while_trying("write");
             written.map_err(|error| error.at(place).in_file(&active.path))?;
-            self.publish_subclusters(active, piece, (host, old), new, guard)?;
+            self.publish_subclusters(active, piece, (host, old), new, (guard, wait))?;
             Ok(Some(piece.len))
         })
     }
@@ -118,7 +118,7 @@ impl Layers {
             }
             Ok::<(), Error>(())
         })?;
-        self.publish_subclusters(active, piece, (host, old), Some(new), guard)?;
+        self.publish_subclusters(active, piece, (host, old), Some(new), (guard, Wait::May))?;
         Ok(piece.len)
     }
 
@@ -129,7 +129,7 @@ impl Layers {
         piece: Piece,
         (host, old): (HostOffset, Old),
         new: Option<NewClusters<'_>>,
-        guard: &EntryGuard<'_>,
+        (guard, wait): (&EntryGuard<'_>, Wait),
     ) -> Result<()> {
         let allocated = old.states.allocated | touched(active, piece);
         let states = Subclusters { allocated, zero: old.states.zero & !allocated };
@@ -138,7 +138,7 @@ impl Layers {
         if entry != old.raw {
             let change = Change { cluster: piece.cluster, old: old.raw, new: entry };
             active
-                .publish(&[change], freed.as_slice(), guard)
+                .publish_recorded(&[change], freed.as_slice(), guard, wait.recorded())
                 .map_err(|error| error.in_file(&active.path))?;
         }
         new.into_iter().for_each(NewClusters::keep);
