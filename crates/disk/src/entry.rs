@@ -81,7 +81,7 @@ impl MapEntry {
 
     /// Whether the second level answers for the unit.
     pub(crate) const fn is_split(self) -> bool {
-        self.0 & (1 << LAYER_SHIFT) - 1 == SPLIT
+        self.0 & ((1 << LAYER_SHIFT) - 1) == SPLIT
     }
 
     /// The layer that says it, [`LayerIndex::BASE`] for a hole.

@@ -93,9 +93,15 @@ impl Units {
         [Level::First].into_iter().chain(has_second.then_some(Level::Second))
     }
 
-    /// How many pages of a level cover a disk of `size` bytes.
+    /// How many pages of a level cover a disk of `size` bytes. Those of the second level lie below all words of the first's, also
+    /// where a layer that is hidden goes on past the end.
     pub(crate) fn pages(self, level: Level, size: u64) -> u64 {
-        self.get(level).map_or(0, |unit| size.div_ceil(unit.size()).div_ceil(PAGE_WORDS as u64))
+        let first = size.div_ceil(self.first.size()).div_ceil(PAGE_WORDS as u64);
+        match level {
+            Level::First => first,
+            Level::Second if self.second < self.first => self.below(first).start,
+            Level::Second => 0,
+        }
     }
 
     /// The page that holds the word for `at`, and which word.

@@ -40,7 +40,8 @@ fn make(
 ) -> PathBuf {
     let path = dir.join(name);
     let backing = below.map(|below| (PathBuf::from(below), Format::Qcow2));
-    create(&path, &CreateOptions { size: Some(40 << 20), backing, ..options }).unwrap();
+    let size = options.size.or(Some(40 << 20));
+    create(&path, &CreateOptions { size, backing, ..options }).unwrap();
     let disk =
         Disk::open(&path, &OpenOptions::default(), &Resources::new(ResourceOptions::default())).unwrap();
     for &at in writes {
@@ -134,11 +135,11 @@ impl Kit {
     }
 }
 
-/// 40 MiB in subclusters of 4 KiB are 20 leaves; 128 KiB are a word of the first level.
+/// A leaf of words for 128 KiB has 32 leaves of words for 4 KiB below it.
 #[test]
 fn fine_leaves_are_there_where_words_are_split() {
     let kit = Kit::new();
-    let some = |numbers: &[usize]| (0..20).map(|number| numbers.contains(&number)).collect::<Vec<_>>();
+    let some = |numbers: &[usize]| (0..32).map(|number| numbers.contains(&number)).collect::<Vec<_>>();
     let plain = kit.extend(&layer(kit.dir.path(), "0", None, 17, &[0, 6 << 20]), None);
     assert_eq!((plain.fine.leaves(), plain.units().get(Level::Second)), (0, None));
     let path = split_layer(kit.dir.path(), "1", Some("0"), 4096, &[1 << 20, 30 << 20]);
@@ -151,6 +152,17 @@ fn fine_leaves_are_there_where_words_are_split() {
     assert_eq!(first.differing(&second, Level::Second).collect::<Vec<_>>(), [15]);
     let Found::Whole(loaded) = kit.load(&path) else { panic!("not found") };
     assert_eq!(kit.second_level(&loaded), some(&[0]));
+}
+
+/// Its index keeps words of what it hides, and a longer layer above takes them over.
+#[test]
+fn a_shorter_layer_keeps_the_fine_leaves_of_words_that_it_hides() {
+    let kit = Kit::new();
+    let first = kit.extend(&split_layer(kit.dir.path(), "0", None, 4096, &[30 << 20]), None);
+    let short = CreateOptions { size: Some(10 << 20), ..CreateOptions::default() };
+    let second = kit.extend(&make(kit.dir.path(), "1", Some("0"), short, 0, &[]), Some(&first));
+    let third = kit.extend(&layer(kit.dir.path(), "2", Some("1"), 17, &[]), Some(&second));
+    assert!(kit.second_level(&third)[15]);
 }
 
 #[test]

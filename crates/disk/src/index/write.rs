@@ -204,8 +204,7 @@ impl<'a> Writer<'a> {
         let Some(unit) = self.units.get(Level::Second) else { return Ok(()) };
         let mut split = BTreeSet::new();
         for (leaf, words) in changed {
-            let below = self.units.below(*leaf);
-            for number in below.start..below.end.min(self.fine.leaves()) {
+            for number in self.units.below(*leaf) {
                 if is_split(&words[self.units.over(unit, number).1]) {
                     split.insert(number);
                 } else if !self.fine.get(number).is_hole() {

@@ -73,9 +73,9 @@ impl Root {
         Self::leaves_of(self.size, self.unit)
     }
 
-    /// Leaves of the fine tree.
+    /// Leaves of the fine tree: as many as lie below all leaves of the map.
     pub fn fine_leaves(&self) -> u64 {
-        if self.fine_unit == self.unit { 0 } else { Self::leaves_of(self.size, self.fine_unit) }
+        if self.fine_unit < self.unit { self.leaves() << (self.unit.get() - self.fine_unit.get()) } else { 0 }
     }
 
     /// The page's bytes, and their checksum for the [`super::IndexLink`].
