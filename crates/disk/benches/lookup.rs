@@ -1,4 +1,4 @@
-//! What a lookup costs: one answer for a chain of 1 layer and of 1,000, in order and at random.
+//! What a lookup costs: one answer for a chain of 1 layer and of 1,000, with clusters that are whole or split.
 
 use std::hint::black_box;
 use std::path::Path;
@@ -8,13 +8,15 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
-use vmstrata_types::GuestOffset;
+use vmstrata_types::{ClusterBits, GuestOffset};
 
 const DISK_BYTES: u64 = 1 << 30;
 const CLUSTER: u64 = 65536;
+/// Clusters with subclusters of 4 KiB.
+const SPLIT: ClusterBits = ClusterBits::from_size(128 << 10).expect("a power of two");
 
-/// A chain whose layers each own some clusters, at random.
-fn chain(dir: &Path, layers: u64) -> std::path::PathBuf {
+/// A chain whose layers each own some clusters, or subclusters, at random.
+fn chain(dir: &Path, layers: u64, subclusters: bool) -> std::path::PathBuf {
     use vmstrata_disk::{CreateOptions, Format, create};
     let mut rng = SmallRng::seed_from_u64(layers);
     let resources = Resources::new(ResourceOptions::default());
@@ -22,7 +24,9 @@ fn chain(dir: &Path, layers: u64) -> std::path::PathBuf {
     for number in 0..layers {
         let path = dir.join(format!("{number}.qcow2"));
         let backing = below.take().map(|path| (path, Format::Qcow2));
-        let options = CreateOptions { size: Some(DISK_BYTES), backing, ..CreateOptions::default() };
+        let cluster_bits = if subclusters { SPLIT } else { ClusterBits::DEFAULT };
+        let size = Some(DISK_BYTES);
+        let options = CreateOptions { size, cluster_bits, subclusters, backing, ..CreateOptions::default() };
         create(&path, &options).unwrap();
         let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();
         for _ in 0..(DISK_BYTES / CLUSTER / layers).max(1) {
@@ -44,15 +48,16 @@ fn open(path: &Path) -> Arc<Disk> {
 fn lookups(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("lookup");
     group.throughput(Throughput::Elements(1));
-    for layers in [1, 1000] {
+    for (layers, subclusters) in [(1, false), (1000, false), (1000, true)] {
         let dir = tempfile::tempdir().unwrap();
-        let disk = open(&chain(dir.path(), layers));
+        let disk = open(&chain(dir.path(), layers, subclusters));
         disk.warm_map().unwrap();
         let mut rng = SmallRng::seed_from_u64(1);
         let offsets: Vec<GuestOffset> =
             (0..4096).map(|_| GuestOffset::new(rng.random_range(0..DISK_BYTES / 4096) * 4096)).collect();
         let mut next = 0;
-        group.bench_function(format!("random 4 KiB, {layers} layers"), |bencher| {
+        let split = if subclusters { ", split" } else { "" };
+        group.bench_function(format!("random 4 KiB, {layers} layers{split}"), |bencher| {
             bencher.iter(|| {
                 next = (next + 1) % offsets.len();
                 assert!(disk.map_hit(black_box(offsets[next]), 4096));
