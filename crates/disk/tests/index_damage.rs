@@ -19,7 +19,12 @@ use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 fn small_chain(makers: [Maker; 2]) -> Chain {
     let mut chain = Chain::new();
     for (number, maker) in makers.into_iter().enumerate() {
-        chain.add(maker, 3 << 20, ClusterBits::MIN);
+        let bits = if maker == Maker::Subclusters {
+            ClusterBits::new(14).expect("16 KiB")
+        } else {
+            ClusterBits::MIN
+        };
+        chain.add(maker, 3 << 20, bits);
         chain.write(number, &[&format!("write -q -P 5 {number}M 3k"), "write -q -z 2M 1k"]);
     }
     chain.add(Maker::Ours, 3 << 20, ClusterBits::MIN);
@@ -63,6 +68,15 @@ fn every_byte_of_a_sidecar_is_guarded() {
     let sidecar = chain.sidecar(1);
     let damage = Damage::of(&sidecar, true);
     assert_eq!(noticed(&damage, &chain, 0..damage.len()), damage.len() as usize);
+}
+
+#[test]
+fn fine_leaves_are_guarded() {
+    let chain = small_chain([Maker::Subclusters, Maker::Subclusters]);
+    let sidecar = chain.sidecar(1);
+    let damage = Damage::of(&sidecar, true);
+    let bytes = (0..damage.len()).step_by(9);
+    assert_eq!(noticed(&damage, &chain, bytes.clone()), bytes.count());
 }
 
 /// What an index depends on in a header of 112 bytes: magic and version, (backing name,) cluster size, disk size (but for
