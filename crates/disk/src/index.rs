@@ -88,6 +88,12 @@ impl IndexLayer {
         is_as_recorded(&self.record, &self.identity)
     }
 
+    /// Whether a cluster that begins in its file may hold the byte at `host`; of a raw file no word leads to any.
+    fn has_cluster_at(&self, host: HostOffset) -> bool {
+        let tables = self.record.tables.as_ref();
+        tables.is_some_and(|tables| host.align_down(tables.cluster_bits).get() < self.identity.len)
+    }
+
     /// What is needed to walk its tables; `None` for a raw file.
     pub(crate) fn tables(&self) -> Option<Tables> {
         let tables = self.record.tables?;
@@ -213,7 +219,7 @@ impl Index {
         let may_be_split = level == Level::First && self.units().get(Level::Second).is_some();
         match self.layers.get(layer.index()) {
             _ if entry.is_split() && !may_be_split => Err(IndexError::Layer { layer }),
-            Some(known) if known.record.tables.is_some() && host.get() < known.identity.len => Ok(()),
+            Some(known) if known.has_cluster_at(host) => Ok(()),
             _ => Err(IndexError::Layer { layer }),
         }
     }
