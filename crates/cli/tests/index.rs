@@ -39,8 +39,21 @@ fn build_verify_and_drop_as_scripts_see_them() {
     let layers = built["layers"].as_array().expect("a list");
     assert_eq!(layers.len(), 4, "the active layer is not frozen");
     assert!(layers.iter().all(|layer| layer["outcome"] == "built" && layer["home"] == "file"));
-    assert_eq!(run(["index", "verify", disk]).status.code(), Some(0));
-    assert!(run_ok(["index", "build", disk]).contains("0 indices built (0 bytes), 4 kept, 0 failed"));
+    let kinds = |report: &serde_json::Value| -> Vec<String> {
+        let layers = report["layers"].as_array().expect("a list").iter();
+        layers.map(|layer| layer["kind"].as_str().expect("a word").to_owned()).collect()
+    };
+    assert_eq!(kinds(&built), ["full", "delta", "delta", "delta"]);
+    let verified = run_json(["index", "verify", disk, "--json"]);
+    assert_eq!(kinds(&verified), kinds(&built));
+    assert_eq!(verified["layers"][1]["bytes"], built["layers"][1]["bytes"]);
+    assert!(run_ok(["index", "verify", disk]).contains("1.qcow2: good, delta, 20480 bytes\n"));
+    let again = run_ok(["index", "build", disk]);
+    assert!(again.contains("0 indices built (0 bytes), 4 kept, 0 failed"), "{again}");
+    assert!(
+        again.contains("0.qcow2: has one, full\n") && again.contains("1.qcow2: has one, delta\n"),
+        "{again}"
+    );
     (0..5).for_each(|layer| assert_clean(&images.path(&format!("{layer}.qcow2"))));
     let dropped = run_json(["index", "drop", disk, "--json"]);
     let freed = |layer: &serde_json::Value| layer["bytes-freed"].as_u64().expect("a number");

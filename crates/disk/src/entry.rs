@@ -98,6 +98,16 @@ impl MapEntry {
         Self(self.0 - ((by as u64) << LAYER_SHIFT))
     }
 
+    /// The same, said by another layer.
+    pub(crate) const fn of_layer(self, layer: LayerIndex) -> Self {
+        Self(self.0 & ((1 << LAYER_SHIFT) - 1) | (layer.get() as u64) << LAYER_SHIFT)
+    }
+
+    /// The word of the unit `by` further on in a run that begins with this one: data moves along, other kinds repeat.
+    pub(crate) const fn advanced(self, by: u64) -> Self {
+        if self.0 >> KIND_SHIFT & 3 == 1 { Self(self.0 + by) } else { self }
+    }
+
     /// Unpacks the word; `unit` is that of its level. A split word has no mapping of its own: who does not ask the second level
     /// reads an error.
     pub(crate) const fn mapping(self, unit: ClusterBits) -> Mapping {

@@ -4,13 +4,14 @@
 //!                 ┌──────────── build, or the freezing of a layer ◄─ tables of that layer
 //!                 ▼
 //!   pages in the layer's file, or its sidecar        (crates/qcow2/src/index: bytes; docs/format.md: the format)
-//!                 │ load: root, layer table, one look at every file, inner pages
+//!                 │ load: root, layer table, one look at every file, inner pages, delta records
 //!                 ▼
-//!   Index: layers, 16 bytes a leaf ──► read_page ──► 512 map words ──► crate::map, instead of the layers' tables
+//!   Index: layers, 16 bytes a leaf, runs ──► read_page ──► 512 map words ──► crate::map, instead of the layers' tables
 //! ```
 //!
-//! It has a tree of leaves for each level of the map ([`crate::levels`]). A fine leaf is there only where one of its words lies in a
-//! unit whose word is split.
+//! A **full** index has a tree of leaves for each level of the map ([`crate::levels`]). A fine leaf is there only where one of its
+//! words lies in a unit whose word is split. Above it, up to 64 layers add a **delta** record each: what the layer itself says,
+//! kilobytes however widely it is spread. [`delta::adds_delta`] decides which of them a layer gets.
 //!
 //! An index is believed only as far as it can be checked. Each layer's file is looked at when an index is loaded: length
 //! and time of change; where they differ from what the index says, the layer's header and tables are read and their
@@ -24,6 +25,7 @@
 //! Lock order: the table of sidecar files is a leaf.
 
 mod build;
+mod delta;
 mod digest;
 mod drop;
 mod free;
@@ -61,10 +63,20 @@ use crate::layer::{Layer, Tables};
 use crate::levels::{Level, MapPage, Units, Words};
 use crate::names::sidecar_of;
 use crate::opener::{Opener, Role};
+use delta::Delta;
 use tree::Tree;
 
 /// Sidecars open at once.
 const SIDECARS_MAX: usize = 16;
+
+/// How much of the map an index has in pages of its own and of older layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IndexKind {
+    /// All of it, in leaves.
+    Full,
+    /// What its layer says, as a record above that of the layer below, or above a full index.
+    Delta,
+}
 
 /// A layer of a chain that an index answers for.
 #[derive(Clone, Debug)]
@@ -119,9 +131,12 @@ pub(crate) struct Index {
     root: Root,
     /// Base first; the last is the layer that the index belongs to.
     layers: Vec<IndexLayer>,
+    /// The map of the layers up to `root.full`.
     map: Tree,
     /// The second level of the map.
     fine: Tree,
+    /// What each layer above those says, oldest first.
+    deltas: Vec<Arc<Delta>>,
     table: Tree,
     opener: Arc<dyn Opener>,
     gate: Gate,
@@ -151,8 +166,18 @@ impl Index {
         }
     }
 
-    /// The words of a leaf, as the tables of the layers would make them, but for words of layers that a shorter layer above hides
-    /// anyway. Past the last leaf all is a hole.
+    /// How much of the map its layer's own pages have.
+    pub(crate) fn kind(&self) -> IndexKind {
+        if self.deltas.is_empty() { IndexKind::Full } else { IndexKind::Delta }
+    }
+
+    /// Bytes of its layer's own pages.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.root.area.end - self.root.area.start
+    }
+
+    /// The words of a leaf, as the tables of the layers up to the full index would make them, but for words of layers that a
+    /// shorter layer above hides anyway. Past the last leaf all is a hole.
     ///
     /// `read` reads a page of a layer's own file; sidecars are opened here.
     ///
@@ -193,7 +218,23 @@ impl Index {
         unit: ClusterBits,
         mut read: impl FnMut(LayerIndex, HostOffset, &mut Page) -> Result<()>,
     ) -> Result<Words> {
-        self.units().words(unit, number, |leaf| self.read_leaf(leaf, &mut read))
+        let words = self.units().words(unit, number, |leaf| self.read_leaf(leaf, &mut read))?;
+        Ok(self.with_deltas(number, unit, words))
+    }
+
+    /// Page `number` of words for `unit`, given those of the full index.
+    fn with_deltas(&self, number: u64, unit: ClusterBits, mut words: Words) -> Words {
+        if number < Root::leaves_of(self.root.size, unit) {
+            self.deltas.iter().for_each(|delta| delta.put(number, unit, &mut words));
+        }
+        words
+    }
+
+    /// Whether no layer says anything about a leaf.
+    fn is_hole(&self, leaf: MapPage) -> bool {
+        let unit = self.units().of(leaf.level);
+        self.tree(leaf.level).get(leaf.number).is_hole()
+            && !self.deltas.iter().any(|delta| delta.touches(leaf.number, unit))
     }
 
     fn decode(&self, pointer: PagePointer, level: Level, page: &Page) -> Result<Words, IndexError> {
@@ -238,17 +279,37 @@ impl Index {
         Ok(opened.store)
     }
 
-    /// Numbers of the leaves of a level in which the two indices may differ, in order: neighbours share all other pages. Costs what
-    /// it returns, and a comparison for every 256 leaves.
-    fn differing<'a>(&'a self, other: &'a Self, level: Level) -> impl Iterator<Item = u64> + 'a {
+    /// Whether two pointers, of this index and the other, lead to the same page: of a layer that both stand on.
+    fn same_page(&self, other: &Self) -> impl Fn(PagePointer, PagePointer) -> bool + Copy + use<> {
         let same_layer = |pair: &(&IndexLayer, &IndexLayer)| pair.0.identity == pair.1.identity;
         let common = self.layers.iter().zip(&other.layers).take_while(same_layer).count();
         let same_chain = self.root.chain == other.root.chain;
-        // A page of a layer that both stand on is the same page.
-        let same = move |one: PagePointer, two: PagePointer| {
-            one == two && (one.is_hole() || same_chain && one.layer().index() < common)
-        };
-        self.tree(level).differing(other.tree(level), same)
+        move |one, two| one == two && (one.is_hole() || same_chain && one.layer().index() < common)
+    }
+
+    /// Numbers of the leaves of a level of which the trees of the two indices have different pages, in order. Costs what it
+    /// returns, and a comparison for every 256 leaves.
+    fn unshared<'a>(&'a self, other: &'a Self, level: Level) -> impl Iterator<Item = u64> + 'a {
+        self.tree(level).differing(other.tree(level), self.same_page(other))
+    }
+
+    /// Numbers of the leaves of a level in which two indices of the same units may differ, in order.
+    fn differing(&self, other: &Self, level: Level) -> Vec<u64> {
+        let mut leaves = vec![false; self.tree(level).leaves().max(other.tree(level).leaves()) as usize];
+        for leaf in self.unshared(other, level) {
+            leaves[leaf as usize] = true;
+        }
+        let (same_page, unit) = (self.same_page(other), self.units().of(level));
+        for (one, two) in [(self, other), (other, self)] {
+            let is_shared = |delta: &Delta| {
+                two.deltas.iter().any(|theirs| {
+                    theirs.layer == delta.layer && same_page(theirs.pointer.top, delta.pointer.top)
+                })
+            };
+            let own = one.deltas.iter().filter(|delta| !is_shared(delta));
+            own.for_each(|delta| delta.mark(unit, &mut leaves));
+        }
+        (0..).zip(leaves).filter_map(|(leaf, differs)| differs.then_some(leaf)).collect()
     }
 }
 

@@ -190,7 +190,7 @@ impl Watched {
             "group" => dir.join("web.s3.qcow2").exists() && dir.join("data.s3.qcow2").exists(),
             "index" => {
                 dir.join("web.s0.qcow2.vmsx").exists()
-                    && verdicts(dir).iter().all(|found| matches!(found, IndexVerdict::Good))
+                    && verdicts(dir).iter().all(|found| matches!(found, IndexVerdict::Good { .. }))
             }
             merge => {
                 let range = dropped(merge).expect("a merge");

@@ -99,7 +99,7 @@ fn snapshots_of_a_disk_with_subclusters_have_them_too() {
         assert_eq!(header[79] & 16, 16, "{} has extended entries", layer.display());
     }
     let verified = verify(&states[3].0, &IndexOptions::default()).unwrap();
-    let is_good = |file: &&VerifiedFile| matches!(file.verdict, IndexVerdict::Good);
+    let is_good = |file: &&VerifiedFile| matches!(file.verdict, IndexVerdict::Good { .. });
     assert_eq!(verified.iter().filter(is_good).count(), 3, "{verified:?}");
 }
 

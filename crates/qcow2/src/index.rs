@@ -4,25 +4,28 @@
 //! layer's file, or in a sidecar file; `docs/format.md` has every byte of it.
 //!
 //! ```text
-//!   header extension ──► root ─┬─► map tree:    inner pages ──► leaves, 512 words each
-//!   (or start of sidecar)      ├─► fine tree:   inner pages ──► leaves for parts of the units that are split
-//!                              └─► layer table: inner pages ──► records of the layers, base first
+//!   header extension ──► root ─┬─► map tree:      inner pages ──► leaves, 512 words each
+//!   (or start of sidecar)      ├─► fine tree:     inner pages ──► leaves for parts of the units that are split
+//!                              ├─► delta records: inner pages ──► runs of what one layer changed
+//!                              └─► layer table:   inner pages ──► records of the layers, base first
 //! ```
 //!
-//! Indices of one chain share pages: a new one writes what its layer changed and the path there, and points into the
-//! files of older layers for the rest. A [`PagePointer`] carries the checksum of what it points to, so a page that was
+//! Indices of one chain share pages: a new one writes what its layer changed, and points into the files of older layers
+//! for the rest. A [`PagePointer`] carries the checksum of what it points to, so a page that was
 //! overwritten, torn, or left from another time is noticed when the pointer is followed.
 //!
 //! | module | bytes of |
 //! |---|---|
 //! | `pointer` | pointers, inner pages, checksums |
 //! | `root` | the page where an index starts |
+//! | `delta` | runs of what one layer changed |
 //! | `table` | records of layers |
 //! | `link` | the header extension that leads to the root |
 //!
 //! Invariants: nothing here panics on any input, and a parsed root bounds the number of pages that reading the index
 //! can take. Integers are little-endian, as map words are in memory; only the header extension follows the header's order.
 
+mod delta;
 mod link;
 mod pointer;
 mod root;
@@ -31,6 +34,7 @@ mod table;
 use thiserror::Error;
 use vmstrata_types::LayerIndex;
 
+pub use delta::{DeltaPointer, DeltaRun, MAX_DELTA_RUNS, MAX_DELTAS, PAGE_RUNS, decode_runs, encode_runs};
 pub use link::{IndexLink, link_place};
 pub use pointer::{ChainId, PagePointer, decode_inner, encode_inner};
 pub use root::{MAGIC, Root};

@@ -7,7 +7,8 @@ use anyhow::Result;
 use serde::Serialize;
 use vmstrata_api::JobSpec;
 use vmstrata_disk::index::{
-    IndexDropped, IndexOptions, IndexOutcome, IndexVerdict, IndexedFile, VerifiedFile, build, remove, verify,
+    IndexDropped, IndexKind, IndexOptions, IndexOutcome, IndexVerdict, IndexedFile, VerifiedFile, build,
+    remove, verify,
 };
 use vmstrata_types::path_to_text;
 
@@ -65,11 +66,21 @@ fn show<L: Serialize>(
     })
 }
 
+/// What an index has in its own pages: the whole map, or what its layer says.
+const fn name_of(kind: IndexKind) -> &'static str {
+    match kind {
+        IndexKind::Full => "full",
+        IndexKind::Delta => "delta",
+    }
+}
+
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct BuiltLayer {
     filename: String,
     outcome: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     home: Option<&'static str>,
     bytes: u64,
@@ -80,28 +91,32 @@ struct BuiltLayer {
 impl BuiltLayer {
     fn new(file: &IndexedFile) -> Self {
         let filename = path_to_text(&file.path);
-        let plain =
-            |outcome| Self { filename: filename.clone(), outcome, home: None, bytes: 0, reason: None };
+        let plain = |outcome| {
+            let filename = filename.clone();
+            Self { filename, outcome, kind: None, home: None, bytes: 0, reason: None }
+        };
         match &file.outcome {
-            IndexOutcome::Kept => plain("kept"),
+            IndexOutcome::Kept(kind) => Self { kind: Some(name_of(*kind)), ..plain("kept") },
             IndexOutcome::NotNeeded => plain("not-needed"),
-            IndexOutcome::Built { bytes, sidecar } => {
+            IndexOutcome::Built { kind, bytes, sidecar } => {
                 let home = Some(if *sidecar { "sidecar" } else { "file" });
-                Self { home, bytes: *bytes, ..plain("built") }
+                Self { kind: Some(name_of(*kind)), home, bytes: *bytes, ..plain("built") }
             }
             IndexOutcome::Failed(error) => Self { reason: Some(error.to_string()), ..plain("failed") },
         }
     }
 
     fn line(&self) -> String {
+        let Self { filename, bytes, .. } = self;
+        let kind = self.kind.unwrap_or_default();
         match (self.outcome, self.home, &self.reason) {
             ("built", Some("sidecar"), _) => {
-                format!("{}: built, {} bytes beside it in {}.vmsx", self.filename, self.bytes, self.filename)
+                format!("{filename}: built, {kind}, {bytes} bytes beside it in {filename}.vmsx")
             }
-            ("built", ..) => format!("{}: built, {} bytes in it", self.filename, self.bytes),
-            (_, _, Some(reason)) => format!("{}: no index: {reason}", self.filename),
-            ("not-needed", ..) => format!("{}: needs none", self.filename),
-            _ => format!("{}: has one", self.filename),
+            ("built", ..) => format!("{filename}: built, {kind}, {bytes} bytes in it"),
+            (_, _, Some(reason)) => format!("{filename}: no index: {reason}"),
+            ("not-needed", ..) => format!("{filename}: needs none"),
+            _ => format!("{filename}: has one, {kind}"),
         }
     }
 }
@@ -147,6 +162,10 @@ fn run_build(args: &IndexBuildArgs) -> Result<ExitCode> {
 struct VerifiedLayer {
     filename: String,
     verdict: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bytes: Option<u64>,
     pages: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
@@ -155,7 +174,7 @@ struct VerifiedLayer {
 impl VerifiedLayer {
     fn new(file: &VerifiedFile) -> Self {
         let (verdict, pages, reason) = match &file.verdict {
-            IndexVerdict::Good => ("good", 0, None),
+            IndexVerdict::Good { .. } => ("good", 0, None),
             IndexVerdict::NotNeeded => ("not-needed", 0, None),
             IndexVerdict::Missing => ("missing", 0, None),
             IndexVerdict::Stale { changed } => {
@@ -166,11 +185,18 @@ impl VerifiedLayer {
                 ("wrong", *pages, Some(format!("at guest offset {at:#x} the tables say something else")))
             }
         };
-        Self { filename: path_to_text(&file.path), verdict, pages, reason }
+        let (kind, bytes) = match file.verdict {
+            IndexVerdict::Good { kind, bytes } => (Some(name_of(kind)), Some(bytes)),
+            _ => (None, None),
+        };
+        Self { filename: path_to_text(&file.path), verdict, kind, bytes, pages, reason }
     }
 
     fn line(&self) -> String {
-        let Self { filename, verdict, pages, reason } = self;
+        let Self { filename, verdict, pages, reason, .. } = self;
+        if let (Some(kind), Some(bytes)) = (self.kind, self.bytes) {
+            return format!("{filename}: {verdict}, {kind}, {bytes} bytes");
+        }
         let pages = if *pages > 0 { format!(" ({})", counted(*pages, "page")) } else { String::new() };
         let reason = reason.as_ref().map_or_else(String::new, |reason| format!(": {reason}"));
         format!("{filename}: {verdict}{pages}{reason}")
@@ -254,7 +280,7 @@ mod tests {
     use super::*;
 
     fn layer(verdict: &'static str) -> VerifiedLayer {
-        VerifiedLayer { filename: "a".to_owned(), verdict, pages: 0, reason: None }
+        VerifiedLayer { filename: "a".to_owned(), verdict, kind: None, bytes: None, pages: 0, reason: None }
     }
 
     #[test]
@@ -273,6 +299,7 @@ mod tests {
         let damaged =
             VerifiedLayer { pages: 2, reason: Some("leaf: no match".to_owned()), ..layer("damaged") };
         assert_eq!(damaged.line(), "a: damaged (2 pages): leaf: no match");
-        assert_eq!(layer("good").line(), "a: good");
+        let good = VerifiedLayer { kind: Some("delta"), bytes: Some(20_480), ..layer("good") };
+        assert_eq!(good.line(), "a: good, delta, 20480 bytes");
     }
 }

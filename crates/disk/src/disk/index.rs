@@ -29,9 +29,8 @@ impl Disk {
         let extend = || -> Result<Index> {
             let gate = self.options.gate(&self.path)?;
             let opener = self.resources.files().opener();
-            let (index, bytes) =
-                index::extend(path, Format::Qcow2, below.layers(), Some(below), &gate, opener)?;
-            tracing::debug!(layer = %path.display(), bytes, "index written");
+            let index = index::extend(path, Format::Qcow2, below.layers(), Some(below), &gate, opener)?;
+            tracing::debug!(layer = %path.display(), kind = ?index.kind(), bytes = index.bytes(), "index written");
             Ok(index)
         };
         let missing = |error: &crate::Error| {

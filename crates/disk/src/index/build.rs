@@ -15,7 +15,7 @@ use vmstrata_store::Gate;
 use super::load::{Found, load};
 use super::looks::Looks;
 use super::write::{describe, extend};
-use super::{Index, IndexLayer};
+use super::{Index, IndexKind, IndexLayer};
 use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
@@ -72,9 +72,11 @@ impl std::fmt::Debug for IndexOptions {
 #[derive(Debug)]
 pub enum IndexOutcome {
     /// It had an index that holds.
-    Kept,
+    Kept(IndexKind),
     /// It has a new one, of this many bytes.
     Built {
+        /// How much of the map these are.
+        kind: IndexKind,
         /// Bytes added.
         bytes: u64,
         /// Whether they are in a sidecar file rather than in the layer's own.
@@ -226,9 +228,10 @@ impl IndexBuilder {
         };
         let top = self.chain.open(link, Role::Frozen)?;
         if let Some(index) = self.kept(&top, &below) {
+            let kind = index.kind();
             self.below = Some(index.layers().to_vec());
             self.nearest = Some(index);
-            return Ok(IndexOutcome::Kept);
+            return Ok(IndexOutcome::Kept(kind));
         }
         if top.head.is_none() {
             let (layer, _) = describe(&top, Home::None, below.last())?;
@@ -237,14 +240,14 @@ impl IndexBuilder {
         }
         let (gate, opener) = (&self.chain.gate, &self.chain.opener);
         match extend(&link.path, link.format, &below, self.nearest.as_ref(), gate, opener) {
-            Ok((index, bytes)) => {
+            Ok(index) => {
                 self.remade = true;
                 let newest = index.layers().last().expect("the layer itself").clone();
                 self.looks.learn(&newest);
-                let sidecar = newest.home == Home::Sidecar;
+                let (kind, bytes, sidecar) = (index.kind(), index.bytes(), newest.home == Home::Sidecar);
                 self.below = Some(index.layers().to_vec());
                 self.nearest = Some(index);
-                Ok(IndexOutcome::Built { bytes, sidecar })
+                Ok(IndexOutcome::Built { kind, bytes, sidecar })
             }
             Err(error) => {
                 let (layer, _) = describe(&top, Home::None, below.last())?;
@@ -274,12 +277,12 @@ impl IndexBuilder {
     }
 
     /// Whether every leaf of the index of the layer in `top` is what it should be. Those that it shares with the nearest
-    /// index below were read for that one; inner pages were read when it was loaded.
+    /// index below were read for that one; inner pages and delta records were read when it was loaded.
     fn is_sound(&self, index: &Index, top: &Top) -> bool {
         let damaged = index.units().levels().find_map(|level| {
             let tree = index.tree(level);
             let mut own: Box<dyn Iterator<Item = u64>> = match &self.nearest {
-                Some(below) => Box::new(below.differing(index, level)),
+                Some(below) => Box::new(below.unshared(index, level)),
                 None => Box::new(0..tree.leaves()),
             };
             own.find_map(|number| {

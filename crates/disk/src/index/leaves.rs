@@ -4,11 +4,12 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use vmstrata_qcow2::index::LEAF_WORDS;
-use vmstrata_store::{Gate, Store};
+use vmstrata_qcow2::index::{DeltaRun, LEAF_WORDS};
+use vmstrata_store::Gate;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, LayerIndex};
 
 use super::IndexLayer;
+use super::delta::Runs;
 use crate::entry::MapEntry;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fold::Merge;
@@ -40,49 +41,56 @@ impl Merger<'_> {
     pub(super) fn merge(&self, from: usize, window: Range<u64>) -> Result<BTreeMap<u64, Box<Words>>> {
         let mut leaves: BTreeMap<u64, Box<Words>> = BTreeMap::new();
         let mut scratch = Scratch::default();
-        for (index, layer) in self.layers.iter().enumerate().skip(from) {
-            if layer.record.tables.is_none() {
-                continue;
-            }
-            let opened = self.opener.open(&layer.path, Role::Frozen, self.gate)?;
-            if (opened.identity.file, opened.identity.mtime_ns)
-                != (layer.identity.file, layer.identity.mtime_ns)
-            {
-                return Err(Error::from(ErrorKind::Changed).in_file(&layer.path));
-            }
-            let index = LayerIndex::new(u16::try_from(index).expect("chains are shorter than 65,536"));
-            let merged = self.merge_layer(index, layer, &*opened.store, &window, &mut leaves, &mut scratch);
-            merged.map_err(|error| error.in_layer(index).in_file(&layer.path))?;
-        }
-        Ok(leaves)
-    }
-
-    fn merge_layer(
-        &self,
-        index: LayerIndex,
-        layer: &IndexLayer,
-        store: &dyn Store,
-        window: &Range<u64>,
-        leaves: &mut BTreeMap<u64, Box<Words>>,
-        scratch: &mut Scratch,
-    ) -> Result<()> {
-        let layer = layer.layer();
-        let Some(merge) = Merge::of(&layer, index, self.unit) else { return Ok(()) };
-        let units = window.start * LEAF_WORDS as u64..window.end * LEAF_WORDS as u64;
-        let start = units.start << self.unit.get();
-        let len = (units.end - units.start) << self.unit.get();
-        let range = GuestRange::new(GuestOffset::new(start), len);
-        layer.scan(store, range, scratch, &mut |cluster, raw| {
-            for (unit, entry) in merge.entries(cluster, raw).clip(units.clone()) {
-                if entry == MapEntry::HOLE {
-                    continue;
-                }
+        for index in from..self.layers.len() {
+            self.visit(index, &window, &mut scratch, &mut |unit, entry| {
                 let words =
                     leaves.entry(unit / LEAF_WORDS as u64).or_insert_with(|| Box::new([0; LEAF_WORDS]));
                 let word = &mut words[(unit % LEAF_WORDS as u64) as usize];
                 *word = (*word).max(entry.word());
-            }
-        })
+            })?;
+        }
+        Ok(leaves)
+    }
+
+    /// What the newest layer says of the disk's `leaves`, as runs; `None` if they are more than an index may have.
+    ///
+    /// # Errors
+    /// As [`Merger::merge`].
+    pub(super) fn runs(&self, leaves: u64) -> Result<Option<Vec<DeltaRun>>> {
+        let mut runs = Runs::default();
+        let visit = &mut |unit, entry| runs.push(unit, entry);
+        self.visit(self.layers.len() - 1, &(0..leaves), &mut Scratch::default(), visit)?;
+        Ok(runs.finish())
+    }
+
+    /// Calls `visit` with every unit in `window` that a layer says anything about, in order.
+    fn visit(
+        &self,
+        index: usize,
+        window: &Range<u64>,
+        scratch: &mut Scratch,
+        visit: &mut impl FnMut(u64, MapEntry),
+    ) -> Result<()> {
+        let known = &self.layers[index];
+        let layer = known.layer();
+        let index = LayerIndex::new(u16::try_from(index).expect("chains are shorter than 65,536"));
+        let Some(merge) = Merge::of(&layer, index, self.unit) else { return Ok(()) };
+        let opened = self.opener.open(&known.path, Role::Frozen, self.gate)?;
+        if (opened.identity.file, opened.identity.mtime_ns) != (known.identity.file, known.identity.mtime_ns)
+        {
+            return Err(Error::from(ErrorKind::Changed).in_file(&known.path));
+        }
+        let units = window.start * LEAF_WORDS as u64..window.end * LEAF_WORDS as u64;
+        let start = units.start << self.unit.get();
+        let len = (units.end - units.start) << self.unit.get();
+        let range = GuestRange::new(GuestOffset::new(start), len);
+        let scanned = layer.scan(&*opened.store, range, scratch, &mut |cluster, raw| {
+            let entries = merge.entries(cluster, raw).clip(units.clone());
+            entries
+                .filter(|(_, entry)| *entry != MapEntry::HOLE)
+                .for_each(|(unit, entry)| visit(unit, entry));
+        });
+        scanned.map_err(|error| error.in_layer(index).in_file(&known.path))
     }
 }
 

@@ -10,10 +10,13 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vmstrata_qcow2::index::{Home, IndexError, LayerRecord, PAGE_LEN, Page, PagePointer, Root, TablePage};
+use vmstrata_qcow2::index::{
+    DeltaPointer, Home, IndexError, LayerRecord, PAGE_LEN, Page, PagePointer, Root, TablePage,
+};
 use vmstrata_store::{Gate, Store};
 use vmstrata_types::LayerIndex;
 
+use super::delta::Delta;
 use super::digest::{Seen, digest_file};
 use super::home::{link_stands, root_in_file, root_in_sidecar};
 use super::looks::Looks;
@@ -78,12 +81,14 @@ fn load_from(
     }
     let map = pages.tree(root.map, root.leaves())?;
     let fine = pages.tree(root.fine, root.fine_leaves())?;
+    let deltas = pages.deltas(&layers)?;
     drop(pages);
     Ok(Found::Whole(Box::new(Index {
         root,
         layers,
         map,
         fine,
+        deltas,
         table,
         opener: Arc::clone(opener),
         gate: gate.clone(),
@@ -180,6 +185,17 @@ impl<'a> Pages<'a> {
     fn tree(&mut self, top: PagePointer, leaves: u64) -> Result<Tree> {
         let highest = self.root.layer;
         Tree::load(top, leaves, highest, &mut |pointer| self.read(pointer, "inner page"))
+    }
+
+    /// The delta records of the layers above the full index, oldest first.
+    fn deltas(&mut self, layers: &[IndexLayer]) -> Result<Vec<Arc<Delta>>> {
+        let root = self.root;
+        let above = (root.full.get()..root.layer.get()).map(|below| LayerIndex::new(below + 1));
+        let delta = |(layer, pointer): (LayerIndex, &DeltaPointer)| {
+            let read = &mut |pointer, what| self.read(pointer, what);
+            Ok(Arc::new(Delta::read(layer, *pointer, (root, &layers[layer.index()]), read)?))
+        };
+        above.zip(&root.deltas).map(delta).collect()
     }
 
     /// The records of all layers, base first.

@@ -216,17 +216,16 @@ impl Place {
         Ok(())
     }
 
-    /// Writes the root and makes the index found; returns the root and the bytes written.
+    /// Writes the root and makes the index found; returns the root as it was written.
     ///
     /// # Errors
     /// Whatever the host reports; there is then no new index, or all of it.
-    pub(super) fn finish(mut self, top: &Top, root: Root, mtime_ns: i64) -> Result<(Root, u64)> {
+    pub(super) fn finish(mut self, top: &Top, root: Root, mtime_ns: i64) -> Result<Root> {
         let (root, crc) = self.write_root(root)?;
-        let bytes = root.area.end - root.area.start;
         self.store.flush().while_trying("flush the index")?;
         if let Some(draft) = self.draft.take() {
             draft.publish(&sidecar_of(&top.path), true)?;
-            return Ok((root, bytes));
+            return Ok(root);
         }
         let link = IndexLink { root: root.at, generation: root.generation, root_crc: crc };
         let header = &top.head.as_ref().expect("only qcow2 files take an index").header;
@@ -234,7 +233,7 @@ impl Place {
         write_link(&*self.store, header, link_at, Some(link))?;
         self.undo.iter_mut().for_each(Undo::disarm);
         times::put_back(&*self.store, mtime_ns)?;
-        Ok((root, bytes))
+        Ok(root)
     }
 
     fn write_root(&mut self, mut root: Root) -> Result<(Root, u32)> {

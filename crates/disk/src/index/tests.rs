@@ -69,7 +69,7 @@ impl Kit {
 
     fn extend(&self, path: &Path, nearest: Option<&Index>) -> Index {
         let below = nearest.map_or(&[][..], |index| index.layers());
-        extend(path, Format::Qcow2, below, nearest, &self.gate, &self.opener).unwrap().0
+        extend(path, Format::Qcow2, below, nearest, &self.gate, &self.opener).unwrap()
     }
 
     fn load(&self, path: &Path) -> Found {
@@ -91,6 +91,16 @@ impl Kit {
         let merger = Merger { layers: index.layers(), unit, gate: &self.gate, opener: &*self.opener };
         let mut merged = merger.merge(0, 0..pages).unwrap();
         (0..pages).map(|number| merged.remove(&number).map_or([0; LEAF_WORDS], |words| *words)).collect()
+    }
+
+    /// All words of all levels are those of the tables.
+    fn assert_like_tables(&self, index: &Index) {
+        for unit in index.units().levels().map(|level| index.units().of(level)) {
+            let pages = Root::leaves_of(40 << 20, unit);
+            for (number, expected) in (0..).zip(self.merged(index, unit, pages)) {
+                assert_eq!(self.page(index, number, unit), expected, "{:?}, {number}", index.layer());
+            }
+        }
     }
 }
 
@@ -119,8 +129,8 @@ fn an_index_that_was_written_loads_as_it_was_returned() {
     }
     assert!(merged[0].iter().any(|&word| word >> 48 == 1) && merged[0].iter().any(|&word| word != 0));
     // The write at 33 MiB lies in the second leaf, that at 1 MiB in the first: both differ from the base's index.
-    assert_eq!(first.differing(&loaded, Level::First).collect::<Vec<_>>(), [0, 1]);
-    assert_eq!(loaded.differing(&second, Level::First).count(), 0);
+    assert_eq!(first.differing(&loaded, Level::First), [0, 1]);
+    assert_eq!(loaded.differing(&second, Level::First), [0; 0]);
 }
 
 impl Kit {
@@ -145,11 +155,18 @@ fn fine_leaves_are_there_where_words_are_split() {
     let path = split_layer(kit.dir.path(), "1", Some("0"), 4096, &[1 << 20, 30 << 20]);
     let first = kit.extend(&path, Some(&plain));
     assert_eq!(kit.second_level(&first), some(&[0, 15]));
-    let path = split_layer(kit.dir.path(), "2", Some("1"), 128 << 10, &[30 << 20, 8 << 20]);
-    let second = kit.extend(&path, Some(&first));
-    assert_eq!(kit.second_level(&second), some(&[0]), "clusters that are whole again have none");
-    assert_eq!(second.fine.get(0), first.fine.get(0), "a leaf that says the same is shared");
-    assert_eq!(first.differing(&second, Level::Second).collect::<Vec<_>>(), [15]);
+    let mut path = split_layer(kit.dir.path(), "2", Some("1"), 128 << 10, &[30 << 20, 8 << 20]);
+    let mut full = kit.extend(&path, Some(&first));
+    for number in 3.. {
+        if full.kind() == IndexKind::Full {
+            break;
+        }
+        let (name, below) = (format!("{number}"), format!("{}", number - 1));
+        path = split_layer(kit.dir.path(), &name, Some(&below), 4096, &[]);
+        full = kit.extend(&path, Some(&full));
+    }
+    assert_eq!(kit.second_level(&full), some(&[0]), "clusters that are whole again have none");
+    assert_eq!(full.fine.get(0), first.fine.get(0), "a leaf that says the same is shared");
     let Found::Whole(loaded) = kit.load(&path) else { panic!("not found") };
     assert_eq!(kit.second_level(&loaded), some(&[0]));
 }
@@ -180,6 +197,51 @@ fn a_split_word_without_a_fine_leaf_is_an_error() {
     assert!(matches!(error.unwrap_err().kind(), crate::ErrorKind::Index(IndexError::FineLeaf { leaf: 0 })));
     let plain = kit.extend(&layer(kit.dir.path(), "plain", None, 16, &[0]), None);
     assert!(plain.check_word(Level::First, split).is_err(), "no second level says of what");
+}
+
+/// Every kind of index that a chain of this length has: one with no record below it, and the one after the last record. Both
+/// levels.
+#[test]
+fn each_65th_index_is_full_and_those_between_add_what_their_layer_says() {
+    let kit = Kit::new();
+    let mut index: Option<Index> = None;
+    let mut kinds = Vec::new();
+    for number in 0..67u64 {
+        let name = number.to_string();
+        let below = number.checked_sub(1).map(|below| below.to_string());
+        let (writes, len) = ([(number * 7 % 40) << 20, 33 << 20], 4096 << (number % 6));
+        let path = split_layer(kit.dir.path(), &name, below.as_deref(), len, &writes);
+        let next = kit.extend(&path, index.as_ref());
+        let Found::Whole(loaded) = kit.load(&path) else { panic!("{number} is not found") };
+        for index in [&next, &loaded] {
+            kit.assert_like_tables(index);
+        }
+        if let Some(below) = &index
+            && next.kind() == IndexKind::Delta
+        {
+            // A leaf of the second level speaks for 2 MiB.
+            let touched = writes.map(|at| (at >> 21) as usize);
+            let expected: Vec<u64> = (0..20).filter(|leaf| touched.contains(&(*leaf as usize))).collect();
+            assert_eq!(below.differing(&loaded, Level::First), [0], "{number}");
+            assert_eq!(below.differing(&loaded, Level::Second), expected, "{number}");
+        }
+        kinds.push(next.kind());
+        index = Some(next);
+    }
+    let full = |number: usize| number == 0 || number == 65;
+    let expected = |number| if full(number) { IndexKind::Full } else { IndexKind::Delta };
+    assert_eq!(kinds, (0..67).map(expected).collect::<Vec<_>>());
+}
+
+/// Where words are of other units there is nothing to add a record to.
+#[test]
+fn a_layer_of_smaller_clusters_gets_a_full_index() {
+    let kit = Kit::new();
+    let base = kit.extend(&layer(kit.dir.path(), "base", None, 16, &[0, 33 << 20]), None);
+    let small = kit.extend(&layer(kit.dir.path(), "small", Some("base"), 12, &[5 << 20]), Some(&base));
+    let large = kit.extend(&layer(kit.dir.path(), "large", Some("small"), 16, &[1 << 20]), Some(&small));
+    assert_eq!([&small, &large].map(Index::kind), [IndexKind::Full, IndexKind::Delta]);
+    [&small, &large].into_iter().for_each(|index| kit.assert_like_tables(index));
 }
 
 /// Layers above may have smaller clusters, even so small that a page is a part of a single word.

@@ -15,7 +15,7 @@ use super::build::{IndexOptions, Links};
 use super::leaves::{Merger, units_of};
 use super::load::{Found, load};
 use super::looks::Looks;
-use super::{Index, IndexLayer};
+use super::{Index, IndexKind, IndexLayer};
 use crate::chain::Top;
 use crate::entry::MapEntry;
 use crate::error::{Error, IoContext as _, Result};
@@ -29,7 +29,12 @@ const WINDOW: u64 = 16_384;
 #[derive(Debug)]
 pub enum IndexVerdict {
     /// It says what the tables say.
-    Good,
+    Good {
+        /// How much of the map its own pages have.
+        kind: IndexKind,
+        /// Bytes of these.
+        bytes: u64,
+    },
     /// The layer needs none.
     NotNeeded,
     /// There is none, or none that can be read.
@@ -183,9 +188,9 @@ impl Verifier<'_> {
         let visible = Visible::of(&self.layers[..=number], unit);
         let nothing: Words = [0; LEAF_WORDS];
         let counts = &mut self.found[number];
-        counts.whole.get_or_insert(IndexVerdict::Good);
+        counts.whole.get_or_insert(IndexVerdict::Good { kind: index.kind(), bytes: index.bytes() });
         for leaf in leaves {
-            if index.tree(level).get(leaf).is_hole() && !truth.contains_key(&leaf) {
+            if index.is_hole(MapPage { level, number: leaf }) && !truth.contains_key(&leaf) {
                 continue;
             }
             let read = |page: MapPage| {
@@ -197,7 +202,7 @@ impl Verifier<'_> {
                 read.map_err(|error| (page.level, error))
             };
             let words = match index.units().words(unit, leaf, read) {
-                Ok(words) => words,
+                Ok(words) => index.with_deltas(leaf, unit, words),
                 // Counted when that level was compared.
                 Err((Level::First, _)) if level == Level::Second => continue,
                 Err((_, error)) => {
@@ -243,7 +248,7 @@ fn to_compare(
 ) -> Vec<u64> {
     let end = window.end.min(index.tree(level).leaves());
     let Some(previous) = previous else { return (window.start..end).collect() };
-    let mut leaves: BTreeSet<u64> = previous.differing(index, level).collect();
+    let mut leaves: BTreeSet<u64> = previous.differing(index, level).into_iter().collect();
     leaves.extend(touched);
     // Past the end of the one below, there is nothing that it vouches for.
     leaves.extend(previous.tree(level).leaves().saturating_sub(1)..end);

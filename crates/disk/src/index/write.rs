@@ -1,18 +1,23 @@
-//! Writing the index of one layer: what the layer changed, the path to it, and pointers to the rest.
+//! Writing the index of one layer: what the layer changed, and pointers to the rest.
+//!
+//! A delta index adds a record of the layer to those of the index below. A full one has leaves for what the layer and
+//! those records changed, and the path to them.
 
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher as _, RandomState};
+use std::ops::Range;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_qcow2::index::{
-    BackingFormat, ChainId, Home, LayerRecord, MAX_LEAVES, PAGE_LEN, Page, PagePointer, RecordBacking,
-    RecordTables, Root, Stamp, pack,
+    BackingFormat, ChainId, Home, LEAF_WORDS, LayerRecord, MAX_LEAVES, PAGE_LEN, Page, PagePointer,
+    RecordBacking, RecordTables, Root, Stamp, pack,
 };
 use vmstrata_store::Gate;
 use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 
+use super::delta::{Delta, adds_delta};
 use super::digest::{Content, digest, stable_mtime};
 use super::leaves::{Merger, WINDOW, units_of, windows};
 use super::place::Place;
@@ -73,8 +78,7 @@ fn record_backing(head: &Qcow2Head, below: Option<&IndexLayer>) -> Option<Record
 /// Makes the index of the frozen layer at `path` (of the given format), which stands on `below` (base first).
 ///
 /// `nearest` is the index of the highest layer of `below` that has one: its pages are shared, and only the tables of
-/// layers above it are read. Nothing of it need be read again if it belongs to the layer right below. Returns the index
-/// and the bytes it added.
+/// layers above it are read. Nothing of it need be read again if it belongs to the layer right below.
 ///
 /// # Errors
 /// [`ErrorKind::NotIndexable`] and whatever keeps the layer's tables from being read or the index from being written.
@@ -85,9 +89,9 @@ pub(crate) fn extend(
     nearest: Option<&Index>,
     gate: &Gate,
     opener: &Arc<dyn Opener>,
-) -> Result<(Index, u64)> {
+) -> Result<Index> {
     let top = open_layer(path, Role::Frozen, Some(format), gate, &**opener)?;
-    let write = || -> Result<(Index, u64)> {
+    let write = || -> Result<Index> {
         let (this, content) = describe(&top, Home::None, below.last())?;
         let place = Place::choose(&top, &content, gate, &**opener)?;
         let mut layers = below.to_vec();
@@ -102,6 +106,8 @@ struct Writer<'a> {
     layers: Vec<IndexLayer>,
     /// Without it all layers are merged.
     nearest: Option<&'a Index>,
+    /// The leaves of each level that its delta records say anything about.
+    behind: [Vec<bool>; 2],
     place: Place,
     root: Root,
     units: Units,
@@ -139,6 +145,7 @@ impl<'a> Writer<'a> {
             tree
         };
         let (map, fine) = (tree(Level::First), tree(Level::Second));
+        let behind = [&map, &fine].map(|tree| vec![false; tree.leaves() as usize]);
         let layer = LayerIndex::new(u16::try_from(layers.len() - 1).expect("chains are shorter than 65,536"));
         let root = Root {
             chain: nearest.map_or_else(new_chain, |index| index.root.chain),
@@ -154,43 +161,98 @@ impl<'a> Writer<'a> {
             map: map.top(),
             table: map.top(),
             fine: fine.top(),
+            full: layer,
+            deltas: Vec::new(),
         };
-        Ok(Self { layers, nearest: shared, place, root, units, map, fine, gate, opener })
+        let mut writer =
+            Self { layers, nearest: shared, behind, place, root, units, map, fine, gate, opener };
+        for delta in shared.iter().flat_map(|index| &index.deltas) {
+            units.levels().for_each(|level| delta.mark(units.of(level), &mut writer.behind[level as usize]));
+        }
+        Ok(writer)
     }
 
-    fn write(mut self, top: &Top) -> Result<(Index, u64)> {
+    fn write(mut self, top: &Top) -> Result<Index> {
         let mtime_ns = top.opened.identity.mtime_ns;
+        let deltas = match self.delta()? {
+            Some((below, delta)) => self.write_delta(below, delta)?,
+            None => {
+                self.write_full(mtime_ns)?;
+                Vec::new()
+            }
+        };
+        let table = self.write_table(top)?;
+        let root = self.place.finish(top, self.root, mtime_ns)?;
+        let newest = self.layers.last_mut().expect("the layer itself");
+        newest.identity = self.opener.identity(&newest.path, self.gate)?;
+        Ok(Index {
+            root,
+            layers: self.layers,
+            map: self.map,
+            fine: self.fine,
+            deltas,
+            table,
+            opener: Arc::clone(self.opener),
+            gate: self.gate.clone(),
+            sidecars: parking_lot::Mutex::default(),
+        })
+    }
+
+    /// The layer's delta record and the index to add it to; `None` where a full index is to be written.
+    fn delta(&self) -> Result<Option<(&'a Index, Delta)>> {
+        let is_below = |index: &&Index| {
+            index.layer().index() + 1 == self.root.layer.index()
+                && index.units() == self.units
+                && index.map.leaves() == self.map.leaves()
+        };
+        let Some(below) = self.nearest.filter(is_below) else { return Ok(None) };
+        let unit = self.units.finest();
+        // To the end of the last leaf of the first level, so that its last unit is covered wholly.
+        let end = self.units.below(self.map.leaves()).start;
+        let Some(runs) = self.merger(unit).runs(end)? else { return Ok(None) };
+        let delta = Delta::new(self.root.layer, unit, runs);
+        let leaves_of_full = |level: Level| {
+            let mut leaves = self.behind[level as usize].clone();
+            delta.mark(self.units.of(level), &mut leaves);
+            leaves.into_iter().filter(|is_touched| *is_touched).count()
+        };
+        let leaves = self.units.levels().map(leaves_of_full).sum();
+        Ok(adds_delta(&below.root.deltas, delta.pointer, leaves).then_some((below, delta)))
+    }
+
+    fn write_delta(&mut self, below: &Index, mut delta: Delta) -> Result<Vec<Arc<Delta>>> {
+        delta.write(&mut |page| self.put(page))?;
+        self.root.full = below.root.full;
+        self.root.deltas = below.root.deltas.iter().copied().chain([delta.pointer]).collect();
+        Ok(below.deltas.iter().cloned().chain([Arc::new(delta)]).collect())
+    }
+
+    fn write_full(&mut self, mtime_ns: i64) -> Result<()> {
         for window in windows(self.root.leaves()) {
             let changed = self.changed(Level::First, window, |_| true)?;
             self.write_leaves(Level::First, &changed, mtime_ns)?;
             self.write_fine(&changed, mtime_ns)?;
         }
-        let (mut map, mut fine) = (std::mem::take(&mut self.map), std::mem::take(&mut self.fine));
-        map.seal(&mut |page| self.put(page))?;
-        fine.seal(&mut |page| self.put(page))?;
-        (self.root.map, self.root.fine) = (map.top(), fine.top());
-        let table = self.write_table(top)?;
-        let (root, bytes) = self.place.finish(top, self.root, mtime_ns)?;
-        let newest = self.layers.last_mut().expect("the layer itself");
-        newest.identity = self.opener.identity(&newest.path, self.gate)?;
-        let index = Index {
-            root,
-            layers: self.layers,
-            map,
-            fine,
-            table,
-            opener: Arc::clone(self.opener),
-            gate: self.gate.clone(),
-            sidecars: parking_lot::Mutex::default(),
-        };
-        Ok((index, bytes))
+        for level in [Level::First, Level::Second] {
+            let mut tree = std::mem::take(self.tree(level));
+            tree.seal(&mut |page| self.put(page))?;
+            *self.tree(level) = tree;
+        }
+        (self.root.map, self.root.fine) = (self.map.top(), self.fine.top());
+        Ok(())
+    }
+
+    fn tree(&mut self, level: Level) -> &mut Tree {
+        match level {
+            Level::First => &mut self.map,
+            Level::Second => &mut self.fine,
+        }
     }
 
     fn write_leaves(&mut self, level: Level, leaves: &[(u64, Box<Words>)], mtime_ns: i64) -> Result<()> {
         for (number, words) in leaves {
             let pointer = self.put(&bytes_of(words))?;
-            let tree = if level == Level::First { &mut self.map } else { &mut self.fine };
-            tree.set(*number, pointer);
+            self.tree(level).set(*number, pointer);
         }
         if self.place.home() == Home::File {
             // Whoever merges next knows the file by its time, which pages written to it have changed.
@@ -221,22 +283,30 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
+    fn merger(&self, unit: ClusterBits) -> Merger<'_> {
+        Merger { layers: &self.layers, unit, gate: self.gate, opener: &**self.opener }
+    }
+
     fn put(&mut self, page: &Page) -> Result<PagePointer> {
         self.place.put(&self.root.chain, self.root.layer, self.root.generation, page)
     }
 
-    /// Those of the wanted leaves in `window` that are not as the nearest index has them.
+    /// Those of the wanted leaves in `window` that are not as the tree of the nearest index has them.
     fn changed(
         &self,
         level: Level,
-        window: std::ops::Range<u64>,
+        window: Range<u64>,
         is_wanted: impl Fn(u64) -> bool,
     ) -> Result<Vec<(u64, Box<Words>)>> {
-        let unit = self.units.of(level);
-        let merger = Merger { layers: &self.layers, unit, gate: self.gate, opener: &**self.opener };
+        let (unit, behind) = (self.units.of(level), &self.behind[level as usize]);
+        let merger = self.merger(unit);
         let from = self.nearest.map_or(0, |index| index.layer().index() + 1);
         let mut changed = Vec::new();
-        for (number, mut words) in merger.merge(from, window)? {
+        let mut newer = merger.merge(from, window.clone())?;
+        for number in window.filter(|&number| behind[number as usize]) {
+            newer.entry(number).or_insert_with(|| Box::new([0; LEAF_WORDS]));
+        }
+        for (number, mut words) in newer {
             if !is_wanted(number) {
                 continue;
             }
@@ -244,7 +314,7 @@ impl<'a> Writer<'a> {
                 None => {}
                 Some(Ok(old)) => {
                     words.iter_mut().zip(old.iter()).for_each(|(word, old)| *word = (*word).max(*old));
-                    if *words == old {
+                    if *words == old && !behind[number as usize] {
                         continue;
                     }
                 }

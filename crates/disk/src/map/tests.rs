@@ -194,7 +194,7 @@ proptest! {
         prop_assert!(map.index().is_some(), "the chain has an index");
         prop_assert_eq!(mapped(&map), painted(&map), "from the index");
         let verified = verify(&top, &IndexOptions::default()).unwrap();
-        let is_good = |file: &VerifiedFile| matches!(file.verdict, IndexVerdict::Good | IndexVerdict::NotNeeded);
+        let is_good = |file: &VerifiedFile| matches!(file.verdict, IndexVerdict::Good { .. } | IndexVerdict::NotNeeded);
         prop_assert!(verified.iter().all(is_good), "{:?}", verified);
     }
 }

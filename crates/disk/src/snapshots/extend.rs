@@ -33,15 +33,15 @@ fn extend(disk: &Path, options: &OpenOptions) -> Result<Option<u64>> {
         return Ok(None);
     }
     let Some((name, format)) = backing_of(&frozen, top.head.as_ref())? else {
-        let (_, bytes) = index::extend(&frozen, Format::Qcow2, &[], None, &gate, &opener)?;
-        return Ok(Some(bytes));
+        let written = index::extend(&frozen, Format::Qcow2, &[], None, &gate, &opener)?;
+        return Ok(Some(written.bytes()));
     };
     let below = open_layer(&name, Role::Frozen, format, &gate, &*opener)?;
     let Found::Whole(index) = index::load(&below, &gate, &opener, &mut Looks::default()) else {
         return build_all(disk, options);
     };
-    let (_, bytes) = index::extend(&frozen, Format::Qcow2, index.layers(), Some(&index), &gate, &opener)?;
-    Ok(Some(bytes))
+    let written = index::extend(&frozen, Format::Qcow2, index.layers(), Some(&index), &gate, &opener)?;
+    Ok(Some(written.bytes()))
 }
 
 fn build_all(disk: &Path, options: &OpenOptions) -> Result<Option<u64>> {
@@ -51,7 +51,7 @@ fn build_all(disk: &Path, options: &OpenOptions) -> Result<Option<u64>> {
         match layer.outcome {
             IndexOutcome::Built { bytes: more, .. } => bytes += more,
             IndexOutcome::Failed(error) => return Err(error),
-            IndexOutcome::Kept | IndexOutcome::NotNeeded => {}
+            IndexOutcome::Kept(_) | IndexOutcome::NotNeeded => {}
         }
     }
     Ok(Some(bytes))

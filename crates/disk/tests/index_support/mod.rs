@@ -145,7 +145,7 @@ impl Chain {
             .layers
             .iter()
             .map(|layer| match &layer.outcome {
-                IndexOutcome::Kept => "kept",
+                IndexOutcome::Kept(_) => "kept",
                 IndexOutcome::Built { sidecar: false, .. } => "file",
                 IndexOutcome::Built { sidecar: true, .. } => "sidecar",
                 IndexOutcome::NotNeeded => "none",
@@ -177,7 +177,7 @@ impl Chain {
 
 pub fn name_of(verdict: &IndexVerdict) -> &'static str {
     match verdict {
-        IndexVerdict::Good => "good",
+        IndexVerdict::Good { .. } => "good",
         IndexVerdict::NotNeeded => "none",
         IndexVerdict::Missing => "missing",
         IndexVerdict::Stale { .. } => "stale",

@@ -4,7 +4,10 @@ use std::ops::Range;
 
 use vmstrata_types::{ClusterBits, HostOffset, LayerIndex, MAX_LAYERS};
 
-use super::{ChainId, IndexError, LEAF_WORDS, MAX_LEAVES, PAGE_LEN, Page, PagePointer, VERSION, le, wrong};
+use super::{
+    ChainId, DeltaPointer, IndexError, LEAF_WORDS, MAX_DELTA_RUNS, MAX_DELTAS, MAX_LEAVES, PAGE_LEN, Page,
+    PagePointer, VERSION, le, wrong,
+};
 
 /// What a root begins with, and with it every sidecar.
 pub const MAGIC: &[u8; 8] = b"VMSINDEX";
@@ -27,6 +30,11 @@ mod field {
     pub(super) const MAP: usize = 96;
     pub(super) const TABLE: usize = 112;
     pub(super) const FINE: usize = 128;
+    pub(super) const FULL_LAYERS: usize = 144;
+    pub(super) const DELTA_COUNT: usize = 148;
+    pub(super) const DELTAS: usize = 152;
+    /// Bytes of the pointer to a delta record: that to its pages, and the number of runs.
+    pub(super) const DELTA_LEN: usize = 20;
 }
 
 /// The root of an index.
@@ -60,6 +68,10 @@ pub struct Root {
     pub table: PagePointer,
     /// Top of the fine tree, which has leaves where words of the map are split.
     pub fine: PagePointer,
+    /// The newest layer that the map tree answers for.
+    pub full: LayerIndex,
+    /// The delta records of the layers above that one, the last being that of the layer itself.
+    pub deltas: Vec<DeltaPointer>,
 }
 
 impl Root {
@@ -79,7 +91,11 @@ impl Root {
     }
 
     /// The page's bytes, and their checksum for the [`super::IndexLink`].
+    ///
+    /// # Panics
+    /// With more than [`MAX_DELTAS`] delta records.
     pub fn encode(&self) -> (Box<Page>, u32) {
+        assert!(self.deltas.len() <= MAX_DELTAS, "a root has room for {MAX_DELTAS} delta records");
         let mut page = Box::new([0; PAGE_LEN]);
         let mut put = |at: usize, bytes: &[u8]| page[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, MAGIC);
@@ -98,6 +114,13 @@ impl Root {
         put(field::MAP, &self.map.to_bytes());
         put(field::TABLE, &self.table.to_bytes());
         put(field::FINE, &self.fine.to_bytes());
+        put(field::FULL_LAYERS, &(u32::from(self.full.get()) + 1).to_le_bytes());
+        put(field::DELTA_COUNT, &(self.deltas.len() as u32).to_le_bytes());
+        for (number, delta) in self.deltas.iter().enumerate() {
+            let at = field::DELTAS + number * field::DELTA_LEN;
+            put(at, &delta.top.to_bytes());
+            put(at + PagePointer::LEN, &delta.runs.to_le_bytes());
+        }
         let crc = crc32c::crc32c(&page[..]);
         page[field::CRC..field::CRC + 4].copy_from_slice(&crc.to_le_bytes());
         (page, crc)
@@ -123,15 +146,19 @@ impl Root {
             return Err(IndexError::Checksum { what: "root" });
         }
         let number = |at| le::u64(page, at);
+        let newest = layer(le::u32(page, field::LAYERS))?;
         let map_unit = unit(le::u32(page, field::UNIT))?;
-        let (fine_unit, fine) = match version {
-            1 => (map_unit, PagePointer::HOLE),
-            _ => (unit(le::u32(page, field::FINE_UNIT))?, PagePointer::from_bytes(&page[field::FINE..])?),
+        let (fine_unit, fine, full, deltas) = if version == 1 {
+            (map_unit, PagePointer::HOLE, newest, Vec::new())
+        } else {
+            let fine = PagePointer::from_bytes(&page[field::FINE..])?;
+            let (full, deltas) = deltas(page)?;
+            (unit(le::u32(page, field::FINE_UNIT))?, fine, full, deltas)
         };
         let root = Self {
             chain: ChainId(le::chunk(page, field::CHAIN)),
             generation: number(field::GENERATION),
-            layer: layer(le::u32(page, field::LAYERS))?,
+            layer: newest,
             unit: map_unit,
             fine_unit,
             size: number(field::SIZE),
@@ -142,6 +169,8 @@ impl Root {
             map: PagePointer::from_bytes(&page[field::MAP..])?,
             table: PagePointer::from_bytes(&page[field::TABLE..])?,
             fine,
+            full,
+            deltas,
         };
         root.check(at)?;
         Ok((root, crc))
@@ -170,8 +199,28 @@ impl Root {
         {
             return wrong("layer table pages", self.table_pages);
         }
+        if self.full.index() + self.deltas.len() != self.layer.index() {
+            return wrong("layers of the map tree", u32::from(self.full.get()) + 1);
+        }
+        let runs = self.deltas.iter().map(|delta| u64::from(delta.runs)).sum::<u64>();
+        if runs > MAX_DELTA_RUNS.into() {
+            return wrong("runs of delta records", runs);
+        }
         Ok(())
     }
+}
+
+/// The newest layer that the map tree answers for, and the records of those above it.
+fn deltas(page: &Page) -> Result<(LayerIndex, Vec<DeltaPointer>), IndexError> {
+    let count = le::u32(page, field::DELTA_COUNT);
+    if count as usize > MAX_DELTAS {
+        return wrong("delta records", count);
+    }
+    let pointers = page[field::DELTAS..].chunks_exact(field::DELTA_LEN).take(count as usize);
+    let delta = |bytes: &[u8]| {
+        Ok(DeltaPointer { top: PagePointer::from_bytes(bytes)?, runs: le::u32(bytes, PagePointer::LEN) })
+    };
+    Ok((layer(le::u32(page, field::FULL_LAYERS))?, pointers.map(delta).collect::<Result<_, _>>()?))
 }
 
 fn layer(count: u32) -> Result<LayerIndex, IndexError> {

@@ -25,6 +25,8 @@ fn root() -> Root {
         map: pointer(0x5000),
         table: pointer(0x6000),
         fine: pointer(0x7000),
+        full: LayerIndex::new(1),
+        deltas: vec![DeltaPointer { top: pointer(0x7000), runs: 300 }, DeltaPointer::default()],
     }
 }
 
@@ -76,7 +78,7 @@ fn a_root_found_in_another_place_is_refused() {
 
 #[test]
 fn roots_that_cannot_be_are_refused_though_their_checksum_matches() {
-    let changes: [fn(&mut Root); 8] = [
+    let changes: [fn(&mut Root); 12] = [
         |root| root.size = u64::MAX,
         |root| root.size = 9 << 40,
         |root| root.fine_unit = ClusterBits::MAX,
@@ -85,6 +87,10 @@ fn roots_that_cannot_be_are_refused_though_their_checksum_matches() {
         |root| root.len_before = 0x4001,
         |root| root.table_pages = 5,
         |root| root.table = PagePointer::HOLE,
+        |root| root.full = LayerIndex::new(2),
+        |root| root.full = LayerIndex::new(u16::MAX),
+        |root| root.deltas.truncate(1),
+        |root| root.deltas[1].runs = MAX_DELTA_RUNS - 299,
     ];
     for (number, change) in changes.iter().enumerate() {
         let mut root = root();
@@ -101,16 +107,43 @@ fn a_later_version_is_named() {
     assert_eq!(Root::parse(&page, root().at), Err(IndexError::Version { found: 3 }));
 }
 
+/// What lies in its bytes from 128 on has no meaning.
 #[test]
-fn a_root_of_version_1_has_no_fine_tree() {
-    let (mut page, _) = root().encode();
+fn a_root_of_version_1_has_no_fine_tree_and_no_delta_records() {
+    let root = root();
+    let (mut page, _) = root.encode();
     page[8] = 1;
     page[12..16].fill(0);
     let crc = crc32c::crc32c(&page[..]);
     page[12..16].copy_from_slice(&crc.to_le_bytes());
-    let (read, _) = Root::parse(&page, root().at).unwrap();
-    assert_eq!(read, Root { fine_unit: root().unit, fine: PagePointer::HOLE, ..root() });
+    let (read, _) = Root::parse(&page, root.at).unwrap();
     assert_eq!(read.fine_leaves(), 0);
+    let (fine_unit, fine) = (root.unit, PagePointer::HOLE);
+    assert_eq!(read, Root { fine_unit, fine, full: root.layer, deltas: Vec::new(), ..root });
+}
+
+#[test]
+fn a_root_holds_as_many_delta_records_as_it_may() {
+    let deltas = vec![DeltaPointer { top: root().map, runs: MAX_DELTA_RUNS / 64 }; MAX_DELTAS];
+    let root = Root { layer: LayerIndex::new(65), deltas, ..root() };
+    let (mut page, crc) = root.encode();
+    assert_eq!(Root::parse(&page, root.at), Ok((root.clone(), crc)));
+    page[148] = 65;
+    page[12..16].fill(0);
+    let crc = crc32c::crc32c(&page[..]);
+    page[12..16].copy_from_slice(&crc.to_le_bytes());
+    assert_eq!(Root::parse(&page, root.at), Err(IndexError::Field { field: "delta records", value: 65 }));
+}
+
+#[test]
+fn runs_survive_encoding() {
+    let last = DeltaRun::new(DeltaRun::FIRST_END - 1, DeltaRun::MAX_UNITS, u64::MAX);
+    assert_eq!((last.first(), last.units(), last.word()), ((1 << 40) - 1, 1 << 23, u64::MAX));
+    let runs: Vec<DeltaRun> = (0..PAGE_RUNS as u64).map(|unit| DeltaRun::new(unit * 3, 2, unit)).collect();
+    assert_eq!(decode_runs(&encode_runs(&runs)).collect::<Vec<_>>(), runs);
+    let page = encode_runs(&[last]);
+    assert_eq!((page[..8].to_vec(), &page[16..]), (vec![255, 255, 255, 255, 255, 0, 0, 128], &[0; 4080][..]));
+    assert_eq!(decode_runs(&page).next(), Some(last));
 }
 
 #[test]

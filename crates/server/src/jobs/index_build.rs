@@ -43,7 +43,7 @@ impl Work for IndexBuild {
     fn apply(&mut self, (): (), _: u64) -> Result<Step, Error> {
         let Some(IndexedFile { outcome, .. }) = self.indexing.step()? else { return Ok(Step::default()) };
         Ok(match outcome {
-            IndexOutcome::Kept | IndexOutcome::NotNeeded => Step::default(),
+            IndexOutcome::Kept(_) | IndexOutcome::NotNeeded => Step::default(),
             IndexOutcome::Built { bytes, .. } => Step { bytes, ..Step::default() },
             IndexOutcome::Failed(error) => Step { failure: Some(error.to_string()), ..Step::default() },
         })
