@@ -11,7 +11,7 @@ use std::sync::LazyLock;
 use tempfile::TempDir;
 use vmstrata_disk::index::{IndexOptions, IndexVerdict, build, verify};
 use vmstrata_disk::{CreateOptions, Disk, Format, OpenOptions, ResourceOptions, Resources, create};
-use vmstrata_qcow2::index::{ChainId, PAGE_LEN, PagePointer};
+use vmstrata_qcow2::index::{ChainId, MAX_DELTAS, PAGE_LEN, PagePointer};
 use vmstrata_store::Segment;
 use vmstrata_types::{ClusterBits, GuestOffset};
 
@@ -80,12 +80,14 @@ pub fn index(data: &[u8]) {
 fn seal(bytes: &mut [u8]) {
     let root = &mut bytes[..PAGE_LEN];
     let chain = ChainId(root[16..32].try_into().expect("sixteen bytes"));
-    for page in (1..bytes.len() / PAGE_LEN).chain([0]) {
-        // The root's pointers are its bytes 96 to 127; any other page may be an inner page.
-        let slots = if page == 0 { 6..8 } else { 0..PAGE_LEN / PagePointer::LEN };
-        for slot in slots {
-            seal_pointer(bytes, &chain, page * PAGE_LEN + slot * PagePointer::LEN);
-        }
+    // Any page but the root may be an inner page.
+    for at in (PAGE_LEN..bytes.len() / PAGE_LEN * PAGE_LEN).step_by(PagePointer::LEN) {
+        seal_pointer(bytes, &chain, at);
+    }
+    // The root's pointers: to map tree, layer table and fine tree, and, with the number of their runs, to delta records.
+    let deltas = (152..PAGE_LEN - PagePointer::LEN).step_by(PagePointer::LEN + 4).take(MAX_DELTAS);
+    for at in [96, 112, 128].into_iter().chain(deltas) {
+        seal_pointer(bytes, &chain, at);
     }
     bytes[12..16].fill(0);
     let crc = crc32c::crc32c(&bytes[..PAGE_LEN]);
