@@ -65,6 +65,7 @@ fn an_index_on_top_of_version_1_takes_its_pages() {
     disk.close().expect("closes");
     let (root, _) = root_of(&taken.layer);
     assert_eq!((root.layer.get(), root.unit, root.fine_unit), (3, ClusterBits::MIN, ClusterBits::MIN));
+    assert_eq!((root.full.get(), root.deltas.len()), (2, 1), "a delta record stands on it");
     // Of an empty layer: a page of the table and the one above it, and the root.
     assert_eq!(root.area.end - root.area.start, 3 * PAGE_LEN as u64);
     let files = verify(&dir.path().join("3"), &IndexOptions::default()).expect("reads");
