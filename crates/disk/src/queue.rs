@@ -103,7 +103,7 @@ struct Slot {
     /// Present while the request writes whole blocks around the page cache.
     writing: Option<Phase>,
     /// What a read will have brought into the host's memory.
-    fetches: Option<Fetch>,
+    fetches: SmallVec<[Fetch; 1]>,
 }
 
 impl IoQueue {
@@ -277,7 +277,7 @@ impl IoQueue {
             parts_left,
             failed: false,
             writing: None,
-            fetches: None,
+            fetches: SmallVec::new(),
         };
         number
     }
@@ -492,7 +492,7 @@ impl IoQueue {
             }
             self.send_to_worker(number);
         } else {
-            if let Some(fetch) = slot.fetches.take() {
+            for fetch in std::mem::take(&mut slot.fetches) {
                 self.views.note(&fetch);
             }
             if slot.request.as_ref().is_some_and(|request| request.op == Op::Write { fua: true }) {

@@ -4,17 +4,19 @@ mod common;
 
 use std::path::{Path, PathBuf};
 
+use common::faulty::FaultyFiles;
 use common::flat::{assert_same, write};
 use common::io::Client;
 use common::stock::{path_str, qemu_img};
 use common::{open, open_read_only, scratch};
-use vmstrata_disk::Op;
 use vmstrata_disk::stats::Kind;
+use vmstrata_disk::{Disk, Op, OpenOptions};
+use vmstrata_store::{FaultPlan, OperationKind};
 
 const CLUSTER: u64 = 64 << 10;
 const SIZE: u64 = 4 << 20;
 
-/// A chain in which each cluster comes from another layer than the one before it, and what it reads as.
+/// A chain in which each 64 KiB come from another layer than those before them, and what it reads as.
 fn scattered(dir: &Path, layers: u64) -> (PathBuf, Vec<u8>) {
     let mut content = vec![0; SIZE as usize];
     let mut below: Option<PathBuf> = None;
@@ -66,6 +68,30 @@ fn reads_over_many_layers_arrive_whole_at_any_length() {
     let stats = disk.stats();
     let counted = stats.read_depth.iter().sum::<u64>() + stats.zero_bytes[0];
     assert_eq!(counted, stats.bytes_of(Kind::Read), "every byte comes from somewhere, whoever read it");
+}
+
+#[test]
+fn pieces_that_lie_next_to_each_other_in_a_file_are_one_read() {
+    let dir = scratch();
+    let (top, content) = scattered(dir.path(), 2);
+    let plan = FaultPlan::new();
+    let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let disk = Disk::open(&top, &read_only, &FaultyFiles::new(&plan).usual_resources()).unwrap();
+    disk.warm_map().unwrap();
+    let mut client = Client::new(&disk, 8);
+    let len = 7 * CLUSTER;
+    // A worker opens the files, for the first.
+    for at in [SIZE / 2, SIZE / 4] {
+        let before = (plan.count(Some(OperationKind::Read)), disk.stats().at_workers[Kind::Read as usize]);
+        client.push(Op::Read, at, len, None);
+        let done = client.drain().remove(0);
+        done.result.unwrap();
+        assert_same(&done.bytes, &content[at as usize..(at + len) as usize], at, "pieces of two files");
+        let after = (plan.count(Some(OperationKind::Read)), disk.stats().at_workers[Kind::Read as usize]);
+        if at == SIZE / 4 {
+            assert_eq!((after.0 - before.0, after.1 - before.1), (2, 0), "reads, and by workers");
+        }
+    }
 }
 
 /// Only the second half of the request has pieces in files.

@@ -64,10 +64,11 @@ pub use planted::plant;
 pub use prefetch::prefetch;
 pub use ring::{PinnedFile, Ring, RingCompletion, RingFile, io_uring_refused};
 pub use segment::{
-    AlignedBuf, Segment, SegmentVec, are_zero, copy_from_slice, copy_to_slice, fill_zero, is_zero, slice,
-    total_len,
+    AlignedBuf, Segment, SegmentVec, Slices, are_zero, copy_from_slice, copy_to_slice, fill_zero,
+    is_zero, slice, total_len,
 };
 pub use share::on_threads;
+pub use transfer::SEGMENTS_MAX;
 pub use view::{View, major_faults};
 use vmstrata_types::HostOffset;
 pub use window::WindowStore;

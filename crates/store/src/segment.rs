@@ -103,6 +103,37 @@ pub fn slice<'mem>(segments: &[Segment<'mem>], skip: usize, len: usize) -> Segme
     part
 }
 
+/// Parts of segments, asked for in their order: all of them take one pass over the segments.
+#[derive(Clone, Copy, Debug)]
+pub struct Slices<'a, 'mem> {
+    /// From the one on that has the byte where the last part began.
+    rest: &'a [Segment<'mem>],
+    /// Bytes before those.
+    passed: usize,
+}
+
+impl<'a, 'mem> Slices<'a, 'mem> {
+    /// Of `segments`.
+    pub fn new(segments: &'a [Segment<'mem>]) -> Self {
+        Self { rest: segments, passed: 0 }
+    }
+
+    /// As [`slice`]; no part may begin before the last one did.
+    ///
+    /// # Panics
+    /// As [`slice`], and when a part begins before the last one.
+    #[inline]
+    pub fn take(&mut self, skip: usize, len: usize) -> SegmentVec<'mem> {
+        while let [first, rest @ ..] = self.rest
+            && skip >= self.passed + first.len()
+        {
+            self.passed += first.len();
+            self.rest = rest;
+        }
+        slice(self.rest, skip.checked_sub(self.passed).expect("parts in their order"), len)
+    }
+}
+
 /// Writes zeros over all of `segments`.
 pub fn fill_zero(segments: &[Segment<'_>]) {
     for segment in segments {
@@ -234,6 +265,17 @@ mod tests {
         fill_zero(&slice(&segments, 0, 1));
         drop(part);
         assert_eq!(&bytes, b"\0bWXYZgh");
+    }
+
+    #[test]
+    fn slices_in_order_are_those_that_are_asked_for_one_by_one() {
+        let mut bytes = [0; 60];
+        let segments: Vec<_> = bytes.chunks_mut(7).map(Segment::from_mut).collect();
+        let mut slices = Slices::new(&segments);
+        for (skip, len) in [(0, 3), (0, 7), (2, 20), (21, 1), (30, 30), (59, 1)] {
+            let (found, wanted) = (slices.take(skip, len), slice(&segments, skip, len));
+            assert_eq!(format!("{found:?}"), format!("{wanted:?}"), "{len} bytes from {skip}");
+        }
     }
 
     #[test]

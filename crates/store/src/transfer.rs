@@ -12,7 +12,7 @@ use vmstrata_types::HostOffset;
 use crate::{Segment, slice, total_len};
 
 /// Most segments the kernel takes in one call (`UIO_MAXIOV`).
-pub(crate) const SEGMENTS_MAX: usize = 1024;
+pub const SEGMENTS_MAX: usize = 1024;
 
 /// Reads at `at` into `segments`; returns the bytes read, fewer than asked for only at the end of the file.
 pub(crate) fn read_at(fd: BorrowedFd<'_>, segments: &[Segment<'_>], at: HostOffset) -> io::Result<usize> {

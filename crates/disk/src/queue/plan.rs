@@ -12,8 +12,9 @@ use crate::map::Source;
 use crate::request::Request;
 use crate::stats::Counters;
 
-/// Pieces a request may fall into on the fast road; those of more go to a worker.
-const PARTS_MAX: usize = 16;
+/// Pieces a request may fall into on the fast road, which bounds the time that it keeps others waiting; those of more, as 4 MiB in
+/// pieces of 4 KiB, go to a worker.
+const PARTS_MAX: usize = 1024;
 
 /// A piece of a request that lies in one file.
 #[derive(Debug)]

@@ -7,10 +7,11 @@
 //! Each step is made for the whole batch before the next one: what it looks at comes from anywhere in the host's memory,
 //! and takes the processor longer to get than what is then done with it. It fetches those of a whole batch side by side.
 
-use vmstrata_store::{RingFile, slice};
+use smallvec::SmallVec;
+use vmstrata_store::{RingFile, SEGMENTS_MAX, SegmentVec, slice};
 use vmstrata_types::GuestRange;
 
-use super::plan::Parts;
+use super::plan::{Part, Parts};
 use super::views::Fetch;
 use super::{IoQueue, of_part};
 use crate::epoch::Phase;
@@ -64,7 +65,7 @@ impl IoQueue {
         }
         let since = self.views.begin();
         for read in &reads {
-            self.views.prefetch(&read.request, read.plan.as_deref().unwrap_or_default());
+            self.views.prefetch(read.plan.as_deref().unwrap_or_default());
         }
         for Read { request, phase, begun, plan } in reads.drain(..) {
             self.begun = begun;
@@ -77,40 +78,35 @@ impl IoQueue {
         (self.begun, self.reads) = (begun, reads);
     }
 
-    /// Notes which layers `len` bytes of a read come from.
-    #[inline]
-    fn count_parts(&self, len: u64, parts: &Parts) {
-        let counters = self.stats.counters();
-        let mut found = 0;
-        for part in parts {
-            counters.read_from(self.layers.depth_of(part.layer), part.len as u64);
-            found += part.len as u64;
-        }
-        counters.read_zeros(len - found);
-    }
-
-    /// Hands the pieces of a read to the ring, unless they are in views. Without any, it is done: all of it was zeros.
+    /// Hands the pieces of a read to the ring that are not in views. Without any, it is done.
     fn start_read(&mut self, request: Request, phase: Phase, mut parts: Parts) {
-        let len = request.range.len;
-        if parts.is_empty() || self.views.read(&request, &parts) {
-            self.count_parts(len, &parts);
-            return self.finish_now(&request, phase, Ok(()));
-        }
         let Some((request, phase)) = self.wait_for_absent(request, phase, &parts) else { return };
-        let fetches = Fetch::of(&parts);
-        let split = split_of(&request, &parts);
+        let count = parts.len();
+        let (counters, layers) = (self.stats.counters(), &*self.layers);
+        let mut zeros = request.range.len;
+        let mut count_part = |part: &Part| {
+            counters.read_from(layers.depth_of(part.layer), part.len as u64);
+            zeros -= part.len as u64;
+        };
+        self.views.read(&request, &mut parts, &mut count_part);
+        // Of a request that was begun here a worker reads no half.
+        let split = if parts.len() == count { split_of(&request, &parts) } else { parts.len() };
         let apart = parts.drain(split..).count();
+        parts.iter().for_each(count_part);
         let second_half = (apart > 0).then(|| half(&request, &parts));
         // The reader counts.
-        self.count_parts(len - second_half.as_ref().map_or(0, |half| half.range.len), &parts);
-        let segments = request.segments.clone();
-        let slot = self.slot(request, Some(phase), parts.len() + usize::from(apart > 0));
+        counters.read_zeros(zeros - second_half.as_ref().map_or(0, |half| half.range.len));
+        if parts.is_empty() {
+            return self.finish_now(&request, phase, Ok(()));
+        }
+        let fetches = Fetch::of(&parts);
+        let reads = gather(parts, &request.segments);
+        let slot = self.slot(request, Some(phase), reads.len() + usize::from(apart > 0));
         self.slots[slot as usize].fetches = fetches;
         if let Some(request) = second_half {
             self.hand_over(slot, request);
         }
-        for part in parts {
-            let of_part = of_part(&segments, &part);
+        for (part, memory) in reads {
             if let RingFile::Open(store) = &part.file
                 && !store.may_be_absent()
             {
@@ -120,12 +116,33 @@ impl IoQueue {
                 self.views.add(part.layer, store, part.at + part.len as u64);
             }
             if part.len >= APART_FROM {
-                self.ring.push_read_apart(part.file, of_part, part.at, u64::from(slot));
+                self.ring.push_read_apart(part.file, memory, part.at, u64::from(slot));
             } else {
-                self.ring.push_read(part.file, of_part, part.at, u64::from(slot));
+                self.ring.push_read(part.file, memory, part.at, u64::from(slot));
             }
         }
     }
+}
+
+/// Brings pieces together that lie next to each other in a file, wherever they belong: one read fills the memory of all of them.
+fn gather(mut parts: Parts, segments: &SegmentVec<'static>) -> SmallVec<[(Part, SegmentVec<'static>); 1]> {
+    parts.sort_unstable_by_key(|part| (part.layer, part.at));
+    let mut reads: SmallVec<[(Part, SegmentVec<'static>); 1]> = SmallVec::new();
+    for part in parts {
+        let memory = of_part(segments, &part);
+        match reads.last_mut() {
+            Some((before, all))
+                if before.layer == part.layer
+                    && before.at + before.len as u64 == part.at
+                    && all.len() + memory.len() <= SEGMENTS_MAX =>
+            {
+                before.len += part.len;
+                all.extend(memory);
+            }
+            _ => reads.push((part, memory)),
+        }
+    }
+    reads
 }
 
 /// From which piece on a worker reads the request.

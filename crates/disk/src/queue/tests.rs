@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmstrata_store::{AlignedBuf, CacheMode, Segment, SegmentVec, copy_to_slice};
-use vmstrata_types::{GuestOffset, GuestRange};
+use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
 
 use super::IoQueue;
 use crate::stats::Kind;
@@ -227,6 +227,40 @@ fn pages_in_memory_are_read_on_the_spot() {
     for page in [0, 1, 77, PAGES - 1] {
         assert!(reads_on_the_spot(&mut queue, page), "page {page}");
     }
+}
+
+#[test]
+fn pages_in_memory_are_read_on_the_spot_in_any_number_of_pieces() {
+    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = dir.path().join("disk");
+    let (size, cluster_bits) = (Some(PAGES * LEN as u64), ClusterBits::new(12).unwrap());
+    create(&path, &CreateOptions { size, cluster_bits, ..CreateOptions::default() }).unwrap();
+    let resources = Resources::new(ResourceOptions::default());
+    let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();
+    // No page follows in the file the one that it follows on the disk.
+    for page in (0..PAGES).rev() {
+        let mut bytes = vec![page as u8; LEN];
+        disk.write(GuestOffset::new(page * LEN as u64), &[Segment::from_mut(&mut bytes)]).unwrap();
+    }
+    let mut queue = IoQueue::new(Arc::clone(&disk), 8).unwrap();
+    let mut reads_all_on_the_spot = || {
+        let request = request(Op::Read, 0, vec![0xFF; PAGES as usize * LEN].leak());
+        let segments = request.segments.clone();
+        queue.push(request);
+        queue.submit();
+        let is_done = queue.ready.len() == 1;
+        assert_eq!(drain_woken(&mut queue, |_| ()), 1);
+        let mut found = vec![0; PAGES as usize * LEN];
+        copy_to_slice(&segments, &mut found);
+        assert!(found.chunks(LEN).zip(0..).all(|(page, number)| page.iter().all(|byte| *byte == number)));
+        is_done
+    };
+    assert!(!reads_all_on_the_spot(), "the ring meets the file");
+    // The thread may have waited for a page of its own meanwhile, and leaves reading to the ring for a while.
+    while !reads_all_on_the_spot() {}
+    assert_eq!(disk.stats().at_workers[Kind::Read as usize], 0);
+    drop(queue);
+    disk.close().unwrap();
 }
 
 #[test]

@@ -1,7 +1,7 @@
-//! Small reads out of the host's page cache, by the queue's own thread.
+//! Small pieces of reads out of the host's page cache, by the queue's own thread.
 //!
 //! ```text
-//!   read ──► all its parts in views? ──► copied with its batch ──► done
+//!   piece ──► in a view? ──► copied with its batch
 //!                 │ no
 //!                 ▼
 //!                ring ──► done ──► its pages are in memory now: noted in the view
@@ -14,15 +14,17 @@
 
 use std::time::{Duration, Instant};
 
-use vmstrata_store::{OpenStore, View, major_faults};
+use smallvec::SmallVec;
+use vmstrata_store::{OpenStore, Slices, View, major_faults};
 use vmstrata_types::{HostOffset, LayerIndex};
 
-use super::of_part;
-use super::plan::Part;
+use super::plan::{Part, Parts};
 use crate::request::Request;
 
-/// Requests of more bytes gain little by it.
+/// Pieces of more bytes gain little by it.
 const VIEWED_MAX: usize = 64 << 10;
+/// Pieces of a request that the processor is asked for ahead: of more, the first would have to make room for the last.
+const PREFETCHED_MAX: usize = 16;
 /// A batch that took less has not waited for a disk.
 const PROMPT: Duration = Duration::from_micros(50);
 /// For how long the ring reads everything after a page that was waited for; twice as long after the next, and so on until
@@ -42,7 +44,7 @@ pub(super) struct Views {
     last: Option<(Duration, Instant)>,
 }
 
-/// What a small read of one piece fetches, from a layer that may have changed its place when it is done: then other pages
+/// What a small piece of a read fetches, from a layer that may have changed its place when it is done: then other pages
 /// are taken to be in memory, and no harm is done but a wait.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fetch {
@@ -52,13 +54,9 @@ pub(super) struct Fetch {
 }
 
 impl Fetch {
-    pub(super) fn of(parts: &[Part]) -> Option<Self> {
-        match parts {
-            [Part { layer, at, len, .. }] if *len <= VIEWED_MAX => {
-                Some(Self { layer: *layer, at: *at, len: *len as u64 })
-            }
-            _ => None,
-        }
+    pub(super) fn of(parts: &[Part]) -> SmallVec<[Self; 1]> {
+        let small = parts.iter().filter(|part| part.len <= VIEWED_MAX);
+        small.map(|part| Self { layer: part.layer, at: part.at, len: part.len as u64 }).collect()
     }
 }
 
@@ -76,9 +74,9 @@ impl Views {
 
     /// Has the processor fetch what [`Views::read`] will look at first.
     #[inline]
-    pub(super) fn prefetch(&self, request: &Request, parts: &[Part]) {
-        if self.may_read(request) {
-            for part in parts {
+    pub(super) fn prefetch(&self, parts: &[Part]) {
+        if self.away_until.is_none() {
+            for part in &parts[..parts.len().min(PREFETCHED_MAX)] {
                 if let Some(view) = self.of(part.layer) {
                     view.prefetch(part.at, part.len);
                 }
@@ -86,18 +84,24 @@ impl Views {
         }
     }
 
-    /// Fills a request's memory with what its parts are; false when the ring has to, from the start.
+    /// Fills a request's memory with what is in views of its parts, and says what that was; the ring has to read those that are left.
     #[inline]
-    pub(super) fn read(&self, request: &Request, parts: &[Part]) -> bool {
-        let read = |part: &Part| {
-            self.of(part.layer).is_some_and(|view| view.read(&of_part(&request.segments, part), part.at))
-        };
-        self.may_read(request) && parts.iter().all(read)
-    }
-
-    #[inline]
-    fn may_read(&self, request: &Request) -> bool {
-        self.away_until.is_none() && request.range.len <= VIEWED_MAX as u64
+    pub(super) fn read(&mut self, request: &Request, parts: &mut Parts, mut copied: impl FnMut(&Part)) {
+        let (mut memory, mut bytes) = (Slices::new(&request.segments), 0);
+        parts.retain(|part| {
+            let view = self.of(part.layer).filter(|_| self.away_until.is_none() && part.len <= VIEWED_MAX);
+            let is_copied = view.is_some_and(|view| view.read(&memory.take(part.skip, part.len), part.at));
+            if is_copied {
+                copied(part);
+                bytes += part.len;
+                if bytes > VIEWED_MAX {
+                    // As many pages may have to be waited for as a small request has, not all of a large one.
+                    bytes = 0;
+                    self.notice_faults();
+                }
+            }
+            !is_copied
+        });
     }
 
     #[inline]
@@ -130,12 +134,15 @@ impl Views {
     /// A batch that began at `since` has ended.
     #[inline]
     pub(super) fn look_back(&mut self, since: Instant) {
-        let now = Instant::now();
-        if now - since > PROMPT {
-            let faults = major_faults();
-            if self.faults.replace(faults).is_some_and(|before| faults > before) {
-                self.stay_away(now);
-            }
+        if since.elapsed() > PROMPT {
+            self.notice_faults();
+        }
+    }
+
+    fn notice_faults(&mut self) {
+        let faults = major_faults();
+        if self.faults.replace(faults).is_some_and(|before| faults > before) {
+            self.stay_away(Instant::now());
         }
     }
 
