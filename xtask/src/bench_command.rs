@@ -9,7 +9,7 @@ use xtask::bench::history::Part;
 use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
-use xtask::bench::{fresh, history, memory, publish};
+use xtask::bench::{fragmented, fresh, history, memory, publish};
 use xtask::size::parse_size;
 
 /// Measure, and write the results below docs and into README.md.
@@ -25,6 +25,8 @@ enum What {
     Chain(ChainBench),
     /// A disk of one layer, and what a snapshot every few seconds costs.
     Fresh(FreshBench),
+    /// Disks whose 4 KiB blocks lie all over a long history, beside a fresh one.
+    Fragmented(FragmentedBench),
     /// A thousand snapshots of a live 50 GiB disk: what a guest feels, opening, differences, bytes.
     History(HistoryBench),
     /// Memory snapshots of guests at work, beside full copies and QEMU's own: bytes, times, what comes after.
@@ -42,6 +44,22 @@ struct FreshBench {
     #[arg(long)]
     rounds: Option<u32>,
     /// Directory for the files, which are removed at the end (about 30 GiB).
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// Print only; write no file below docs, nor README.md.
+    #[arg(long)]
+    no_write: bool,
+}
+
+#[derive(Args)]
+struct FragmentedBench {
+    /// 64 MiB and one short round, in half a minute; prints, writes nothing.
+    #[arg(long)]
+    quick: bool,
+    /// Rounds.
+    #[arg(long)]
+    rounds: Option<u32>,
+    /// Directory for the files, which are removed at the end (about 20 GiB).
     #[arg(long)]
     dir: Option<PathBuf>,
     /// Print only; write no file below docs, nor README.md.
@@ -136,6 +154,7 @@ impl Bench {
         let root = super::root();
         match self.what {
             What::Chain(chain) => run::run(&chain.options(root)?).map(|_| ()),
+            What::Fragmented(bench) => fragmented::run(&bench.options(root)).map(|_| ()),
             What::Fresh(bench) => fresh::run(&bench.options(root)).map(|_| ()),
             What::History(bench) => history::run(&bench.options(root)).map(|_| ()),
             What::Memory(bench) => memory::run(&bench.options(root)?).map(|_| ()),
@@ -147,12 +166,24 @@ impl Bench {
 fn render(root: &Path) -> Result<()> {
     let results = publish::kept(root)?.context("no measurement yet: cargo xtask bench chain")?;
     publish::write(root, &results)?;
-    for shown in [fresh::SHOWN, history::SHOWN, memory::SHOWN] {
+    for shown in [fragmented::SHOWN, fresh::SHOWN, history::SHOWN, memory::SHOWN] {
         if let Some(blocks) = shown.of_report(root)? {
             shown.write(root, &blocks)?;
         }
     }
     Ok(())
+}
+
+impl FragmentedBench {
+    fn options(self, root: &Path) -> fragmented::Options {
+        let dir = self.dir.unwrap_or_else(|| root.join("target/fragmented"));
+        let usual = if self.quick { fragmented::Options::quick(dir) } else { fragmented::Options::full(dir) };
+        fragmented::Options {
+            rounds: self.rounds.unwrap_or(usual.rounds),
+            publish: (!self.quick && !self.no_write).then(|| root.to_owned()),
+            ..usual
+        }
+    }
 }
 
 impl FreshBench {

@@ -64,8 +64,8 @@ pub use planted::plant;
 pub use prefetch::prefetch;
 pub use ring::{PinnedFile, Ring, RingCompletion, RingFile, io_uring_refused};
 pub use segment::{
-    AlignedBuf, Segment, SegmentVec, Slices, are_zero, copy_from_slice, copy_to_slice, fill_zero,
-    is_zero, slice, total_len,
+    AlignedBuf, Segment, SegmentVec, Slices, are_zero, copy_from_slice, copy_to_slice, fill_zero, is_zero,
+    slice, total_len,
 };
 pub use share::on_threads;
 pub use transfer::SEGMENTS_MAX;

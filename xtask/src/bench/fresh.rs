@@ -9,14 +9,17 @@
 //!
 //! Who is compared takes turns in one round; a ratio is taken from one round, and the median of the rounds is judged.
 
-use std::fs;
-use std::os::unix::fs::MetadataExt as _;
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
 
 use super::client::{Client, Target};
 use super::history::take::{Take as _, Vmstrata, timed};
@@ -38,12 +41,12 @@ pub const SHOWN: Shown = Shown {
 
 const SEED: u64 = 20_261_127;
 const CLUSTER: u64 = 64 << 10;
-const BLOCK: usize = 4 << 10;
+pub(super) const BLOCK: usize = 4 << 10;
 /// Turns that each takes in a round.
 const TURNS: u64 = 6;
 /// First writes by which the bytes of one are counted, and the disk they are spread over.
-const COUNTED: usize = 1000;
-const LARGE: u64 = 50 << 30;
+pub(super) const COUNTED: usize = 1000;
+pub(super) const LARGE: u64 = 50 << 30;
 
 /// What the command line asks for.
 #[derive(Clone, Debug)]
@@ -79,24 +82,29 @@ impl Options {
 }
 
 /// Someone with a disk of its own, and a client.
-struct Side {
-    client: Client,
+pub(super) struct Side {
+    pub(super) client: Client,
     /// The floor has none.
-    server: Option<Server>,
+    pub(super) server: Option<Server>,
 }
 
 impl Side {
-    fn start(kind: Kind, path: &Path) -> Result<Self> {
+    pub(super) fn start(kind: Kind, path: &Path) -> Result<Self> {
+        Self::start_with(kind, path, Vec::new())
+    }
+
+    /// With `flags` for the server.
+    pub(super) fn start_with(kind: Kind, path: &Path, flags: Vec<String>) -> Result<Self> {
         if kind == Kind::Floor {
             let client = Client::connect(&Target::RawFile(path.to_owned()), SEED, false)?;
             return Ok(Self { client, server: None });
         }
         let disk = Disk { path: path.to_owned(), writable: true, backing: path.parent().map(Path::to_owned) };
-        let mut server = Server::start(kind, &disk)?;
+        let mut server = Server::start_with(kind, &disk, flags)?;
         Ok(Self { client: server.connect(SEED, false)?, server: Some(server) })
     }
 
-    fn stop(self) -> Result<()> {
+    pub(super) fn stop(self) -> Result<()> {
         drop(self.client);
         self.server.map_or(Ok(()), Server::stop)
     }
@@ -193,7 +201,7 @@ fn one_layer(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
 }
 
 /// An image all of whose clusters are there, in a directory of its own; a raw one for the floor.
-fn full(size: u64, kind: Kind, dir: &Path) -> Result<PathBuf> {
+pub(super) fn full(size: u64, kind: Kind, dir: &Path) -> Result<PathBuf> {
     let dir = dir.join(kind.label());
     let plan =
         Plan { layers: 1, size, cluster_size: CLUSTER, fill: 1.0, overlap: 0.0, compress: 0.0, seed: SEED };
@@ -251,27 +259,19 @@ fn first_writes(options: &Options, dir: &Path, report: &mut Report) -> Result<()
 
 /// Bytes that go to the host for a first write, no flush between, with what freezing the layer writes.
 fn counted(dir: &Path, report: &mut Report) -> Result<()> {
-    let (base, path) = (dir.join("large.qcow2"), dir.join("counted.qcow2"));
-    let made = |command: &mut Command| timed(command).map(drop);
-    // Sparse: its clusters are there, and read as zeros.
-    made(
-        Command::new("qemu-img")
-            .args(["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata"])
-            .arg(&base)
-            .arg(LARGE.to_string()),
-    )?;
-    made(Command::new(vmstrata()).args(AS_A_SNAPSHOT).arg(&base).arg(&path))?;
+    let path = dir.join("counted.qcow2");
+    timed(Command::new(vmstrata()).args(AS_A_SNAPSHOT).arg(sparse(dir, LARGE)?).arg(&path))?;
     let mut side = Side::start(Kind::Vmstrata, &path)?;
     let server = side.server.as_ref().context("a server")?;
     let (pid, control) = (server.id(), server.control());
     let before = written_by(pid)?;
-    for index in 0..COUNTED as u64 {
-        let at = chain::pattern::mix(index) % (LARGE / BLOCK as u64) * BLOCK as u64;
-        side.client.write(at, BLOCK, chain::pattern::Writer::client(0))?;
-    }
+    let access = Access::Share { round: 0, count: COUNTED as u64 };
+    let load = Load { access, fua: false, block: BLOCK, depth: 1, time: Duration::MAX, seed: 0 };
+    side.client.run(&load)?;
     Vmstrata { disk: path.clone(), control: control.clone() }.take("counted")?;
     wait_until_finalized(&control)?;
     let bytes = written_by(pid)? - before;
+    let added = added_by(&backing_file(&path)?)?;
     report.add(
         Row::median(
             "bytes written to the host per 4 KiB first write",
@@ -280,11 +280,72 @@ fn counted(dir: &Path, report: &mut Report) -> Result<()> {
         )
         .at_most(10.0),
     );
+    let name = "bytes that such a snapshot allocates, without data and L2 tables";
+    report.add(Row::median(name, "KiB", &[added as f64 / 1024.0]).at_most(150.0));
     side.stop()
 }
 
+/// The file that an image lies on.
+fn backing_file(path: &Path) -> Result<PathBuf> {
+    let (out, _) = timed(Command::new("qemu-img").args(["info", "-U", "--output=json"]).arg(path))?;
+    let info: serde_json::Value = serde_json::from_slice(&out)?;
+    Ok(info["full-backing-filename"].as_str().context("no backing file")?.into())
+}
+
+/// Bytes that the host allocates for a layer, without those of its data clusters and L2 tables.
+fn added_by(layer: &Path) -> Result<u64> {
+    let file = File::open(layer)?;
+    file.sync_all()?;
+    let words = |at: u64, len: u64| -> Result<Vec<u64>> {
+        let mut bytes = vec![0; len as usize];
+        file.read_exact_at(&mut bytes, at)?;
+        Ok(bytes.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word)).collect())
+    };
+    // qcow2 "Header": cluster_bits at 20, l1_size at 36, l1_table_offset at 40, incompatible_features at 72; with bit 4 of those,
+    // L2 entries have 16 bytes. Bits 9 to 55 of an entry say where its table or its data is.
+    let header = words(0, 104)?;
+    let low = |word: u64| word & 0xffff_ffff;
+    let (cluster, entry) = (1 << low(header[2]), 1 + (header[9] >> 4 & 1) as usize);
+    let places = |entries: Vec<u64>, step| {
+        let places = entries.into_iter().step_by(step).map(|word| word & 0x00ff_ffff_ffff_fe00);
+        places.filter(|at| *at != 0).collect::<BTreeSet<u64>>()
+    };
+    let mut clusters = places(words(header[5], low(header[4]) * 8)?, 1);
+    for table in clusters.clone() {
+        clusters.extend(places(words(table, cluster)?, entry));
+    }
+    let mut left = file.metadata()?.blocks() * 512;
+    for at in clusters {
+        left -= allocated(&file, at, at + cluster)?;
+    }
+    Ok(left)
+}
+
+/// Bytes of a range of a file that are no hole.
+fn allocated(file: &File, mut at: u64, end: u64) -> Result<u64> {
+    let mut bytes = 0;
+    while at < end {
+        let data = match seek(file, SeekFrom::Data(at)) {
+            Err(Errno::NXIO) => break,
+            found => found?.min(end),
+        };
+        at = seek(file, SeekFrom::Hole(data))?.min(end);
+        bytes += at - data;
+    }
+    Ok(bytes)
+}
+
+/// An image of `size` bytes whose clusters are there, and read as zeros; its file is sparse.
+pub(super) fn sparse(dir: &Path, size: u64) -> Result<PathBuf> {
+    let path = dir.join("sparse.qcow2");
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata"]);
+    timed(create.arg(&path).arg(size.to_string()))?;
+    Ok(path)
+}
+
 /// Waits until no snapshot lacks its index any more.
-fn wait_until_finalized(control: &Path) -> Result<()> {
+pub(super) fn wait_until_finalized(control: &Path) -> Result<()> {
     loop {
         let (out, _) = timed(Command::new(vmstrata()).args(["status", "--json", "--control"]).arg(control))?;
         let status: serde_json::Value = serde_json::from_slice(&out)?;

@@ -30,6 +30,30 @@ pub enum Access {
         /// Bytes at the disk's start that are written to.
         within: u64,
     },
+    /// Of a random order of all blocks, which [`in_random_order`] gives, `count` a round: writes those of this one.
+    Share {
+        /// Told apart when the data is checked.
+        round: u16,
+        /// Blocks of each round.
+        count: u64,
+    },
+}
+
+/// The block at `place` in a random order of `blocks` blocks, which is always the same.
+pub(super) fn in_random_order(place: u64, blocks: u64) -> u64 {
+    // Feistel rounds are a permutation of all numbers of an even number of bits; those that are no blocks lead on to one that is.
+    let half = (u64::BITS - (blocks - 1).leading_zeros()).div_ceil(2);
+    let mask = (1 << half) - 1;
+    let mut number = place;
+    loop {
+        for round in 0..4 {
+            let (left, right) = (number >> half, number & mask);
+            number = right << half | (left ^ (mix(right << 8 | round) & mask));
+        }
+        if number < blocks {
+            return number;
+        }
+    }
 }
 
 /// What one request does.
@@ -116,10 +140,8 @@ impl<'a> Run<'a> {
         let blocks = capacity / load.block as u64;
         ensure!(blocks > 0, "the disk is smaller than a block");
         let written = match load.access {
-            Access::RandomWrite { .. } | Access::FirstWrite { .. } | Access::ReadWrite { .. } => {
-                vec![false; blocks as usize]
-            }
             Access::RandomRead | Access::SequentialRead => Vec::new(),
+            _ => vec![false; blocks as usize],
         };
         Ok(Self { load, blocks, issued: 0, requests: 0, written })
     }
@@ -131,7 +153,8 @@ impl<'a> Run<'a> {
             Access::ReadWrite { .. } if self.issued.is_multiple_of(2) => Turn::Read,
             Access::RandomWrite { round }
             | Access::FirstWrite { round }
-            | Access::ReadWrite { round, .. } => Turn::Write(round),
+            | Access::ReadWrite { round, .. }
+            | Access::Share { round, .. } => Turn::Write(round),
         };
         Some((turn, self.next_position(turn)?))
     }
@@ -147,6 +170,11 @@ impl<'a> Run<'a> {
             }
             Access::RandomRead | Access::RandomWrite { .. } | Access::ReadWrite { .. } => {
                 Some(self.random(issued) % self.blocks * block)
+            }
+            Access::Share { round, count } => {
+                let place = u64::from(round) * count + issued;
+                let is_there = issued < count && place < self.blocks;
+                is_there.then(|| in_random_order(place, self.blocks) * block)
             }
             Access::FirstWrite { .. } => {
                 let clusters = self.blocks * block / CLUSTER;
@@ -197,6 +225,23 @@ mod tests {
         assert_eq!((writes.len(), reads.len()), (500, 500));
         assert!(writes.iter().all(|(_, at)| *at < 16 * 4096));
         assert!(reads.iter().any(|(_, at)| *at >= 48 * 4096));
+    }
+
+    #[test]
+    fn shares_make_up_the_disk_in_random_order() {
+        for blocks in [1_u64, 2, 255, 256, 257, 1000] {
+            let count = blocks.div_ceil(3);
+            let share = |round| {
+                let access = Access::Share { round, count };
+                let load = Load { access, fua: false, block: 4096, depth: 1, time: Duration::ZERO, seed: 1 };
+                let mut run = Run::new(&load, blocks * 4096).unwrap();
+                std::iter::from_fn(|| run.next()).map(|(_, at)| at / 4096).collect::<Vec<_>>()
+            };
+            let mut all: Vec<u64> = (0..3).flat_map(share).collect();
+            assert!(blocks < 100 || !all.is_sorted());
+            all.sort_unstable();
+            assert_eq!(all, (0..blocks).collect::<Vec<_>>());
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! ```text
 //!   run ──► session (servers side by side) ──► server (child process) + client (libblkio), fio, nbdcopy
 //!    └────► results (samples, medians) ──► targets (paired ratios) ──► tables (shown) and plot (SVG)
+//!   fragmented ─► disks whose blocks lie all over a long history
 //!   fresh   ──► a disk of one layer, and what its first snapshots cost
 //!   history ──► the same servers and client, over a thousand snapshots of a live disk
 //!   memory  ──► guests at work, their memory taken and given back, beside full copies and QEMU's migration
@@ -14,6 +15,7 @@
 mod cached;
 pub mod client;
 mod floor;
+pub mod fragmented;
 pub mod fresh;
 pub mod history;
 pub mod load;

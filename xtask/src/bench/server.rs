@@ -55,6 +55,8 @@ pub struct Server {
     child: Child,
     kind: Kind,
     disk: Disk,
+    /// Added to the command.
+    flags: Vec<String>,
     dir: TempDir,
 }
 
@@ -67,9 +69,21 @@ impl Server {
     /// # Panics
     /// For [`Kind::Floor`], which is no server.
     pub fn start(kind: Kind, disk: &Disk) -> Result<Self> {
+        Self::start_with(kind, disk, Vec::new())
+    }
+
+    /// The same with `flags` added to the command.
+    ///
+    /// # Errors
+    /// As [`Server::start`].
+    ///
+    /// # Panics
+    /// As [`Server::start`].
+    pub fn start_with(kind: Kind, disk: &Disk, flags: Vec<String>) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("vmstrata-bench-").tempdir()?;
-        let child = spawn(kind, disk, dir.path())?;
-        Ok(Self { child, kind, disk: disk.clone(), dir })
+        let mut first = command(kind, disk, dir.path());
+        let child = start(first.args(&flags), dir.path())?;
+        Ok(Self { child, kind, disk: disk.clone(), flags, dir })
     }
 
     /// Kills the server as kill -9 does: it has no moment to save anything.
@@ -94,7 +108,8 @@ impl Server {
         for socket in ["vhost.sock", "nbd.sock"] {
             let _ = fs::remove_file(self.dir.path().join(socket));
         }
-        self.child = spawn(self.kind, &self.disk, self.dir.path())?;
+        let mut again = command(self.kind, &self.disk, self.dir.path());
+        self.child = start(again.args(&self.flags), self.dir.path())?;
         Ok(())
     }
 
@@ -104,8 +119,8 @@ impl Server {
     /// When either of them fails.
     pub fn replace(&mut self) -> Result<()> {
         let mut successor = command(self.kind, &self.disk, self.dir.path());
-        successor.arg("--replace");
-        let mut old = std::mem::replace(&mut self.child, start(successor, self.dir.path())?);
+        successor.args(&self.flags).arg("--replace");
+        let mut old = std::mem::replace(&mut self.child, start(&mut successor, self.dir.path())?);
         let status = old.wait()?;
         ensure!(status.success(), "the replaced server ended with {status}: {}", self.log());
         self.wait_for_vhost_user()
@@ -230,11 +245,7 @@ impl Drop for Server {
 }
 
 /// Starts the program with its output appended to `dir/log`.
-fn spawn(kind: Kind, disk: &Disk, dir: &Path) -> Result<Child> {
-    start(command(kind, disk, dir), dir)
-}
-
-fn start(mut command: Command, dir: &Path) -> Result<Child> {
+fn start(command: &mut Command, dir: &Path) -> Result<Child> {
     let log = File::options().create(true).append(true).open(dir.join("log"))?;
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     command.spawn().with_context(|| format!("cannot start {:?}", command.get_program()))

@@ -270,7 +270,7 @@ pub fn write(sessions: Vec<Session<'_>>, access: Access, timing: Timing) -> Resu
     let (round, turns) = match access {
         Access::RandomWrite { round } => (round, TURNS),
         // Each turn would begin where the first did.
-        Access::FirstWrite { round } => (round, 1),
+        Access::FirstWrite { round } | Access::Share { round, .. } => (round, 1),
         Access::RandomRead | Access::SequentialRead | Access::ReadWrite { .. } => {
             panic!("reads are measured by read()")
         }

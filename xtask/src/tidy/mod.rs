@@ -20,7 +20,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::bench::{fresh, history, memory, publish};
+use crate::bench::{fragmented, fresh, history, memory, publish};
 use lexer::{Token, tokens};
 
 /// One Rust source file.
@@ -115,6 +115,7 @@ fn forbidden_unsafe(source: &Source) -> Option<String> {
 fn stale_tables(root: &Path) -> Result<Vec<String>> {
     let measured = [
         (publish::SHOWN, publish::blocks(root)?),
+        (fragmented::SHOWN, fragmented::SHOWN.of_report(root)?),
         (fresh::SHOWN, fresh::SHOWN.of_report(root)?),
         (history::SHOWN, history::SHOWN.of_report(root)?),
         (memory::SHOWN, memory::SHOWN.of_report(root)?),
