@@ -36,7 +36,7 @@ use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::journal::{Journal, Record, Slot};
 
 /// Changes noted before a writer must commit them itself: bounds memory and journal.
-const MAX_NOTED: usize = 131_072;
+const MAX_NOTED: usize = 262_144;
 
 /// Commits before a change is given up that others leave no room in the journal.
 const ROOM_TRIES: usize = 8;
@@ -341,9 +341,10 @@ impl Changes {
         drop(closed);
     }
 
-    /// Whether a change has waited longer than `age`.
-    pub(crate) fn waited(&self, age: Duration) -> bool {
-        self.state.lock().since.is_some_and(|since| since.elapsed() >= age)
+    /// Whether a change has waited longer than `age`, or so many wait that a writer would soon have to commit.
+    pub(crate) fn is_commit_due(&self, age: Duration) -> bool {
+        let state = self.state.lock();
+        state.open.entries.len() >= MAX_NOTED / 2 || state.since.is_some_and(|since| since.elapsed() >= age)
     }
 
     /// Whether [`Changes::take_reclaimable`] has any.
@@ -421,11 +422,11 @@ mod tests {
         let freed =
             [Freed { at: HostOffset::new(0), len: 512 }, Freed { at: HostOffset::new(512), len: 512 }];
         assert_eq!(changes.note(&[change(5, 1), change(5, 2)], &freed, Recorded::Now), Noted::Safe);
-        assert!(changes.take_reclaimable().is_empty() && changes.waited(Duration::ZERO));
+        assert!(changes.take_reclaimable().is_empty() && changes.is_commit_due(Duration::ZERO));
         changes.commit(&log).unwrap();
         assert_eq!(log.0.borrow()[1..], ["flush", "{L2(5): 2}", "flush"]);
         assert_eq!(changes.take_reclaimable(), [Freed { at: HostOffset::new(0), len: 1024 }]);
-        assert!(!changes.waited(Duration::ZERO));
+        assert!(!changes.is_commit_due(Duration::ZERO));
     }
 
     #[test]
@@ -469,6 +470,21 @@ mod tests {
         assert_eq!(found(), [change(2, 2)]);
         changes.note_or_commit((&[change(3, 3), change(4, 4)], Recorded::Now), &[], &log).unwrap_err();
         changes.overlay(3..5, |cluster, _| panic!("{cluster}: too long for any half, and not made"));
+    }
+
+    #[test]
+    fn a_commit_is_due_before_a_writer_has_to_make_one() {
+        let changes = Changes::new(ClusterBits::DEFAULT);
+        let note = |clusters: std::ops::Range<u64>| {
+            let records: Vec<Record> = clusters.map(|cluster| change(cluster, 1)).collect();
+            changes.note(&records, &[], Recorded::Now)
+        };
+        let (half, all) = (MAX_NOTED as u64 / 2, MAX_NOTED as u64);
+        assert_eq!(note(0..half - 1), Noted::Safe);
+        assert!(!changes.is_commit_due(Duration::MAX));
+        assert_eq!(note(half - 1..all - 1), Noted::Safe);
+        assert!(changes.is_commit_due(Duration::MAX));
+        assert_eq!(note(all - 1..all), Noted::MustCommit);
     }
 
     #[test]

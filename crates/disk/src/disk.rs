@@ -529,7 +529,7 @@ impl Maintained for Disk {
         if self.state.service() != Service::Open {
             return;
         }
-        if active.changes.waited(age) {
+        if active.changes.is_commit_due(age) {
             // A failure fails the disk, and is logged there.
             let _ = self.commit();
         }
