@@ -13,11 +13,11 @@
 //! looks at all of it.
 //!
 //! ```text
-//!   heads: hosts that publish ──► repository: a handle of each host ──► network ──► repository: the server
+//!   tier: hosts that publish ──► repository: a handle of each process ──► network ──► repository: the server
 //! ```
 //!
-//! With `--run repository`, a run is one life, whose tasks are several hosts with a network between them: they race to publish
-//! numbered heads in one repository.
+//! With `--run repository`, a run is one life, whose tasks are several hosts with a network between them: they take a disk over
+//! from each other, and publish its epochs in one repository.
 //!
 //! Processes are real ones, so that a death is one: locks go, memory goes, statics begin anew. What a host with several processes, or
 //! hosts that die one by one, would add: tasks and time in [`shared`] memory, and sockets in [`calls`].
@@ -26,7 +26,6 @@
 compile_error!("the simulation knows Linux on x86-64 with glibc only");
 
 mod calls;
-mod heads;
 mod history;
 mod kernel;
 mod life;
@@ -37,6 +36,7 @@ mod shared;
 mod storage;
 mod syscall;
 mod tasks;
+mod tier;
 
 use std::fs::{self, File, TryLockError};
 use std::io::Write as _;
@@ -99,8 +99,11 @@ impl Scene {
     /// The faults that can be planted.
     fn faults(self) -> Vec<String> {
         match self {
-            Self::Disk => Planted::ALL.iter().map(|fault| format!("{fault:?}")).collect(),
-            Self::Repository => Fault::ALL.iter().map(|fault| format!("{fault:?}")).collect(),
+            Self::Disk => Planted::DISK.iter().map(|fault| format!("{fault:?}")).collect(),
+            Self::Repository => {
+                let of_server = Fault::ALL.iter().map(|fault| format!("{fault:?}"));
+                of_server.chain(Planted::TIER.iter().map(|fault| format!("{fault:?}"))).collect()
+            }
         }
     }
 }
@@ -215,9 +218,11 @@ fn run(seed: &str, scene: &str, plant: &str, place: &str, verbose: &str) {
     let seed = seed[SEED.len()..].parse().expect("a number");
     let run = Run::new(seed, Path::new(place), verbose == "1");
     let ran = if scene.parse() == Ok(Scene::Repository as u8) {
-        run.run_repository(plant.map(|fault| Fault::ALL[fault]))
+        let of_host = plant.and_then(|number| number.checked_sub(Fault::ALL.len()));
+        vmstrata_store::plant(of_host.map(|planted| Planted::TIER[planted]));
+        run.run_repository(plant.and_then(|number| Fault::ALL.get(number).copied()))
     } else {
-        vmstrata_store::plant(plant.map(|planted| Planted::ALL[planted]));
+        vmstrata_store::plant(plant.map(|planted| Planted::DISK[planted]));
         run.run_disk()
     };
     print!("{} {} {}", ran.events, ran.hash, ran.failure.unwrap_or_default());
@@ -297,7 +302,7 @@ impl<'a> Run<'a> {
         clear(self.place);
         fs::create_dir_all(self.root()).expect("made");
         let failure =
-            self.live(0, self.random.next(), Death::AtStep(u64::MAX), move |seed| heads::run(seed, fault));
+            self.live(0, self.random.next(), Death::AtStep(u64::MAX), move |seed| tier::run(seed, fault));
         let mut ran = Ran { events: 0, hash: hash(0, self.shared.bytes()), failure };
         for (number, event, data) in self.shared.events() {
             ran.events += 1;

@@ -7,9 +7,12 @@
 //!
 //! The server alone decides what happens, in one step for each request. A handle sends each request once: after `TimedOut` it has
 //! happened, or not, or happens later. An object is uploaded in parts and gets its name when the server has all of them. The
-//! NAS does not fail.
+//! NAS does not fail, but one part in [`CORRUPT_ONE_IN`] is kept wrong.
+//!
+//! A host may take an answer from what it heard before ([`Remembered`]), as over a network file system, and its process dies at a
+//! call ([`DEAD`]), which may have been sent.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,6 +30,12 @@ use crate::tasks::TASKS;
 const TIMEOUT_NS: u64 = 10_000_000;
 /// How long the server works on a request, at most.
 const SERVICE_NS_MAX: u64 = 500_000;
+/// One part of an upload in so many is kept with a wrong byte.
+const CORRUPT_ONE_IN: u64 = 60;
+/// One lookup in so many is answered from what the host heard before, if it heard anything.
+const STALE_ONE_IN: u64 = 3;
+/// What a process that has died gets instead of an answer.
+pub const DEAD: io::ErrorKind = io::ErrorKind::ConnectionAborted;
 /// Names the repository in messages.
 const NAS: &str = "nas";
 
@@ -52,6 +61,7 @@ struct Version(usize);
 enum Request {
     List { prefix: String },
     Part { upload: Upload, at: usize, bytes: Bytes },
+    ReadBack { upload: Upload },
     Finish { upload: Upload, len: usize, name: ObjectName, replaces: bool },
     Open { name: ObjectName },
     Read { version: Version, at: u64, len: usize },
@@ -81,25 +91,18 @@ pub struct Message {
     body: Body,
 }
 
-/// A fault that the seeds have to find: of the server, or of a host.
+/// A fault of the server that the seeds have to find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// A new object takes the place of another.
     Overwrite,
     /// A new object is its first half for a moment.
     HalfObject,
-    /// A host takes the error of a create for "it did not happen", and does not look.
-    TrustedError,
-    /// A host takes `AlreadyExists` for "another host was first", and does not look.
-    TrustedRefusal,
-    /// A host takes `NotFound` after an error for "it does not happen any more".
-    TrustedAbsence,
 }
 
 impl Fault {
     /// All of them.
-    pub const ALL: [Self; 5] =
-        [Self::Overwrite, Self::HalfObject, Self::TrustedError, Self::TrustedRefusal, Self::TrustedAbsence];
+    pub const ALL: [Self; 2] = [Self::Overwrite, Self::HalfObject];
 }
 
 #[derive(Debug, Default)]
@@ -118,6 +121,10 @@ impl Store {
     fn name(&mut self, name: &ObjectName, bytes: Vec<u8>) {
         self.names.insert(name.clone(), Version(self.versions.len()));
         self.versions.push(bytes);
+    }
+
+    fn opened(&self, version: Version) -> Reply {
+        Reply::Opened { version, len: self.object(version).len() as u64 }
     }
 
     fn list(&self, prefix: &str) -> Vec<ObjectInfo> {
@@ -171,7 +178,18 @@ impl Server {
                     return Err(io::ErrorKind::InvalidInput.into());
                 }
                 unfinished.extend(bytes.0);
+                if inside(|| TASKS.random.one_in(CORRUPT_ONE_IN))
+                    && let Some(byte) = unfinished.last_mut()
+                {
+                    *byte ^= 1;
+                }
                 Ok(Reply::Done)
+            }
+            Request::ReadBack { upload } => {
+                let bytes = store.uploads.get(&(from, upload)).ok_or(io::ErrorKind::NotFound)?.clone();
+                let version = Version(store.versions.len());
+                store.versions.push(bytes);
+                Ok(store.opened(version))
             }
             Request::Finish { upload, len, name, replaces } => {
                 let bytes = store.uploads.remove(&(from, upload)).unwrap_or_default();
@@ -193,7 +211,7 @@ impl Server {
             }
             Request::Open { name } => {
                 let version = *store.names.get(&name).ok_or(io::ErrorKind::NotFound)?;
-                Ok(Reply::Opened { version, len: store.object(version).len() as u64 })
+                Ok(store.opened(version))
             }
             Request::Read { version, at, len } => {
                 let range = at as usize..at as usize + len;
@@ -213,43 +231,81 @@ impl Server {
     }
 
     /// All objects, as they are on the NAS.
-    pub fn objects(&self) -> Vec<(ObjectName, Vec<u8>)> {
+    pub fn objects(&self) -> Vec<(String, Vec<u8>)> {
         let store = self.store();
-        store.names.iter().map(|(name, &version)| (name.clone(), store.object(version).to_vec())).collect()
-    }
-
-    /// Whether an object was begun and not finished.
-    pub fn has_unfinished(&self) -> bool {
-        !self.store().uploads.is_empty()
+        store
+            .names
+            .iter()
+            .map(|(name, &version)| (name.to_string(), store.object(version).to_vec()))
+            .collect()
     }
 }
 
-/// A host's side of its calls.
+/// The calls of a process, of which it makes one at a time.
+#[derive(Debug)]
+struct Calls {
+    /// The last one.
+    number: u64,
+    /// At which the process dies.
+    dies_at: u64,
+}
+
+/// What a host heard, and takes for true although it may not be any more.
+#[derive(Debug, Default)]
+struct Remembered {
+    lists: BTreeMap<String, Vec<ObjectInfo>>,
+    absent: BTreeSet<ObjectName>,
+}
+
+/// A process's side of its calls.
 #[derive(Debug)]
 struct Client {
     network: Arc<Network<Message>>,
     host: Host,
     server: Host,
-    /// The last one. Locked while a call lasts: a host makes one at a time.
-    call: Mutex<u64>,
+    /// Locked while a call lasts.
+    calls: Mutex<Calls>,
     uploads: Mutex<u64>,
+    remembered: Mutex<Remembered>,
 }
 
 impl Client {
     /// Sends a request, and waits for its reply for [`TIMEOUT_NS`].
     fn call(&self, request: Request) -> io::Result<Reply> {
-        let mut call = self.call.lock().unwrap_or_else(PoisonError::into_inner);
-        *call += 1;
+        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        calls.number += 1;
+        if calls.number > calls.dies_at || calls.number == calls.dies_at && TASKS.random.one_in(2) {
+            return Err(DEAD.into());
+        }
+        let call = &calls.number;
         self.network.send(self.host, self.server, Message { call: *call, body: Body::Request(request) });
         let until_ns = TASKS.now_ns.get() + TIMEOUT_NS;
         while let Some((_, message)) = self.network.receive(self.host, Some(until_ns)) {
             match message.body {
-                Body::Reply(reply) if message.call == *call => return reply,
+                Body::Reply(reply) if message.call == *call && *call < calls.dies_at => return reply,
                 // Too late: its call has failed.
                 _ => {}
             }
         }
+        if calls.number == calls.dies_at {
+            return Err(DEAD.into());
+        }
         Err(io::Error::new(io::ErrorKind::TimedOut, "no reply; it may have happened, or happen later"))
+    }
+
+    /// Reads the object that the server opened.
+    fn reader(
+        self: &Arc<Self>,
+        name: &ObjectName,
+        reply: io::Result<Reply>,
+    ) -> io::Result<Box<dyn ObjectReader>> {
+        match reply {
+            Ok(Reply::Opened { version, len }) => {
+                let (client, name) = (self.clone(), name.clone());
+                Ok(Box::new(RemoteReader { client, name, version, len }))
+            }
+            other => Err(refused(other)),
+        }
     }
 }
 
@@ -258,9 +314,21 @@ impl Client {
 pub struct RemoteRepository(Arc<Client>);
 
 impl RemoteRepository {
-    pub fn new(network: Arc<Network<Message>>, host: Host, server: Host) -> Self {
-        let (call, uploads) = Default::default();
-        Self(Arc::new(Client { network, host, server, call, uploads }))
+    /// For the process with this number on its host, which dies at the last of so many calls.
+    pub fn new(network: Arc<Network<Message>>, host: Host, server: Host, process: u32, calls: u64) -> Self {
+        // No two processes of a host have calls of one number: a reply to a dead one is nobody's.
+        let before = u64::from(process) << 32;
+        let calls = Mutex::new(Calls { number: before, dies_at: before + calls });
+        let (uploads, remembered) = (Mutex::new(before), Mutex::default());
+        Self(Arc::new(Client { network, host, server, calls, uploads, remembered }))
+    }
+
+    fn remembered(&self) -> MutexGuard<'_, Remembered> {
+        self.0.remembered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_stale(&self) -> bool {
+        TASKS.random.one_in(STALE_ONE_IN)
     }
 
     fn begin(&self, name: &ObjectName, copies: u8, replaces: bool) -> Result<Box<dyn NewObject>> {
@@ -283,7 +351,7 @@ impl Repository for RemoteRepository {
         Capabilities {
             conditional_create: true,
             rename: false,
-            read_back: false,
+            read_back: true,
             max_copies: 1,
             ranged_reads: true,
             free_space: false,
@@ -296,8 +364,16 @@ impl Repository for RemoteRepository {
     }
 
     fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
+        if let Some(heard) = self.remembered().lists.get(prefix)
+            && self.is_stale()
+        {
+            return Ok(heard.clone());
+        }
         match self.0.call(Request::List { prefix: prefix.to_owned() }) {
-            Ok(Reply::Objects(objects)) => Ok(objects),
+            Ok(Reply::Objects(objects)) => {
+                self.remembered().lists.insert(prefix.to_owned(), objects.clone());
+                Ok(objects)
+            }
             other => Err(Error::of(NAS, "listing")(refused(other))),
         }
     }
@@ -311,13 +387,16 @@ impl Repository for RemoteRepository {
     }
 
     fn open(&self, name: &ObjectName) -> Result<Box<dyn ObjectReader>> {
-        match self.0.call(Request::Open { name: name.clone() }) {
-            Ok(Reply::Opened { version, len }) => {
-                let (client, name) = (self.0.clone(), name.clone());
-                Ok(Box::new(RemoteReader { client, name, version, len }))
-            }
-            other => Err(Error::of_object(NAS, "opening", name)(refused(other))),
+        let is_absent = self.remembered().absent.contains(name) && self.is_stale();
+        let reply = if is_absent {
+            Err(io::ErrorKind::NotFound.into())
+        } else {
+            self.0.call(Request::Open { name: name.clone() })
+        };
+        if reply.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            self.remembered().absent.insert(name.clone());
         }
+        self.0.reader(name, reply).map_err(Error::of_object(NAS, "opening", name))
     }
 
     fn delete(&self, name: &ObjectName) -> Result<()> {
@@ -368,7 +447,8 @@ impl NewObject for RemoteNewObject {
     }
 
     fn read_back(&self) -> Result<Box<dyn ObjectReader>> {
-        Err(Error::of_object(NAS, "reading back", &self.name)(io::ErrorKind::Unsupported.into()))
+        let reply = self.client.call(Request::ReadBack { upload: self.upload });
+        self.client.reader(&self.name, reply).map_err(Error::of_object(NAS, "reading back", &self.name))
     }
 
     fn finish(self: Box<Self>) -> Result<()> {

@@ -64,7 +64,7 @@ fn repository_seeds_hold() {
     assert!(holds, "{text}");
 }
 
-/// That messages are late, too, `a_create_that_happens_late_is_found` shows.
+/// That messages are late, too, `a_layer_that_was_not_finished_is_found` shows.
 #[test]
 fn repository_seeds_meet_a_bad_network() {
     let (text, holds) = run(&["--run", "repository", "--seeds", "10", "--verbose"]);
@@ -91,16 +91,21 @@ fn a_half_object_is_found() {
 }
 
 #[test]
-fn a_create_that_fails_and_happens_is_found() {
-    repository_finds("TrustedError");
+fn a_process_that_publishes_after_a_take_over_is_found() {
+    repository_finds("Unfenced");
 }
 
 #[test]
-fn a_create_refused_because_it_happened_is_found() {
-    repository_finds("TrustedRefusal");
+fn a_take_over_that_misses_an_epoch_is_found() {
+    repository_finds("BlindClaim");
 }
 
 #[test]
-fn a_create_that_happens_late_is_found() {
-    repository_finds("TrustedAbsence");
+fn a_layer_that_is_not_read_back_is_found() {
+    repository_finds("Unverified");
+}
+
+#[test]
+fn a_layer_that_was_not_finished_is_found() {
+    repository_finds("TrustedFinish");
 }

@@ -13,12 +13,22 @@ pub enum Planted {
     StalePage,
     /// A worker carries a write out again after it has ended.
     DoubledWrite,
+    /// A process goes on publishing a disk after another has claimed it.
+    Unfenced,
+    /// A claim goes on above a head that it met, and does not look what that publishes.
+    BlindClaim,
+    /// A layer is not read back before a head names it.
+    Unverified,
+    /// A layer is taken for complete although finishing it failed.
+    TrustedFinish,
 }
 
 impl Planted {
-    /// All of them.
-    pub const ALL: [Self; 5] =
+    /// Those of a disk.
+    pub const DISK: [Self; 5] =
         [Self::MissingFlush, Self::SwappedFlush, Self::LostLock, Self::StalePage, Self::DoubledWrite];
+    /// Those of hosts that publish in a repository.
+    pub const TIER: [Self; 4] = [Self::Unfenced, Self::BlindClaim, Self::Unverified, Self::TrustedFinish];
 
     /// Whether this one is there.
     #[inline]

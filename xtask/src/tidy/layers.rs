@@ -27,6 +27,10 @@ const BELOW: &[(&str, &[&str])] = &[
         "vmstrata-backup",
         &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk", "vmstrata-job"],
     ),
+    (
+        "vmstrata-tier",
+        &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-repo", "vmstrata-disk"],
+    ),
     ("vmstrata-export", &["vmstrata-types", "vmstrata-store", "vmstrata-disk"]),
     ("vmstrata-survey", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-disk"]),
     ("vmstrata-memory", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-repo"]),

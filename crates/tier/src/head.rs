@@ -1,0 +1,353 @@
+//! A head: an epoch of a disk as one repository publishes it, with who published it.
+//!
+//! Heads are numbered from 1 without gaps, and never change. Formats: `docs/format.md`.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::num::ParseIntError;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use vmstrata_repo::{ObjectName, draw_id};
+
+/// The most objects that a head names.
+pub const OBJECTS_MAX: usize = 4096;
+/// The most bytes of a head; one with [`OBJECTS_MAX`] objects has fewer.
+pub const HEAD_BYTES_MAX: u64 = 1 << 20;
+/// Begins the names of heads.
+pub(crate) const HEAD_PREFIX: &str = "head-";
+/// Ends the names of layers.
+const LAYER_SUFFIX: &str = ".qcow2";
+const VERSION: u32 = 1;
+/// The last line of a head: a BLAKE3 in hexadecimal and a line feed.
+const SUM_LEN: usize = 65;
+
+/// The place of a head in the order of all heads of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct HeadNumber(u64);
+
+impl HeadNumber {
+    /// That of the first head.
+    pub const FIRST: Self = Self(1);
+
+    /// The number of the next head.
+    pub fn next(self) -> Self {
+        Self(self.0 + 1)
+    }
+
+    /// The name of that head.
+    pub fn name(self) -> ObjectName {
+        ObjectName::new(&self.to_string()).expect("letters, digits and a dash")
+    }
+
+    /// The number of the head with this name.
+    pub fn of(name: &str) -> Option<Self> {
+        let number = Self(name.strip_prefix(HEAD_PREFIX)?.parse().ok()?);
+        (number >= Self::FIRST && number.to_string() == name).then_some(number)
+    }
+}
+
+impl fmt::Display for HeadNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{HEAD_PREFIX}{:012}", self.0)
+    }
+}
+
+/// Counts the processes that published a disk, one after the other: each begins a generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Generation(u64);
+
+impl Generation {
+    /// Before the first.
+    pub const NONE: Self = Self(0);
+
+    pub(crate) fn next(self) -> Self {
+        Self(self.0 + 1)
+    }
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Counts the epochs of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct EpochNumber(u64);
+
+impl EpochNumber {
+    /// A disk of which nothing is published.
+    pub const NONE: Self = Self(0);
+
+    /// The number of the next epoch.
+    pub fn next(self) -> Self {
+        Self(self.0 + 1)
+    }
+}
+
+impl fmt::Display for EpochNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Declares 128 random bits, as text 32 hexadecimal digits.
+macro_rules! random_id {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $name(u128);
+
+        impl $name {
+            /// One that nobody else draws.
+            pub fn draw() -> Self {
+                Self(draw_id())
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:032x}", self.0)
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = ParseIntError;
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                u128::from_str_radix(text, 16).map(Self)
+            }
+        }
+    };
+}
+
+random_id! {
+    /// A copy of the disk on a host, which one process at a time has open for writing.
+    OwnerId
+}
+
+random_id! {
+    /// An object, whatever its content.
+    ObjectId
+}
+
+impl ObjectId {
+    /// The file name of the layer with this id.
+    pub fn layer_name(self) -> ObjectName {
+        ObjectName::new(&format!("{self}{LAYER_SUFFIX}")).expect("digits, letters and a dot")
+    }
+}
+
+/// A complete layer in the repository.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Object {
+    /// Its id, from which its file name follows.
+    #[serde(with = "as_text")]
+    pub id: ObjectId,
+    /// Its length.
+    pub bytes: u64,
+    /// The BLAKE3 of its bytes.
+    #[serde(with = "as_text")]
+    pub blake3: blake3::Hash,
+}
+
+/// A state of a disk, which it had between two of its guest's writes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Epoch {
+    /// Its number.
+    pub number: EpochNumber,
+    /// When the disk had that state, in nanoseconds since 1970.
+    pub time_ns: u64,
+    /// Bytes of the disk.
+    pub size: u64,
+    /// The layers, base first; each names the one before it as its backing file.
+    pub objects: Vec<Object>,
+}
+
+impl Epoch {
+    /// Of a disk of which nothing is published.
+    pub const NONE: Self = Self { number: EpochNumber::NONE, time_ns: 0, size: 0, objects: Vec::new() };
+}
+
+/// See the module documentation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Head {
+    version: u32,
+    /// Its number.
+    pub number: HeadNumber,
+    /// Who published it.
+    pub generation: Generation,
+    /// On which copy of the disk.
+    #[serde(with = "as_text")]
+    pub owner: OwnerId,
+    /// What it publishes.
+    pub epoch: Epoch,
+}
+
+impl Head {
+    pub(crate) fn new(number: HeadNumber, generation: Generation, owner: OwnerId, epoch: Epoch) -> Self {
+        assert!(epoch.objects.len() <= OBJECTS_MAX, "an epoch of {} objects", epoch.objects.len());
+        Self { version: VERSION, number, generation, owner, epoch }
+    }
+
+    /// The bytes of the object that holds it.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = serde_json::to_vec(self).expect("plain data");
+        bytes.push(b'\n');
+        let sum = blake3::hash(&bytes);
+        bytes.extend(format!("{sum}\n").bytes());
+        bytes
+    }
+
+    /// The head with this number from its bytes.
+    ///
+    /// # Errors
+    /// What is wrong with them, if they are not what [`Head::encode`] made.
+    pub fn decode(number: HeadNumber, bytes: &[u8]) -> Result<Self, String> {
+        let text = bytes.len().checked_sub(SUM_LEN).map(|len| &bytes[..len]).ok_or("it is too short")?;
+        if bytes[text.len()..] != *format!("{}\n", blake3::hash(text)).as_bytes() {
+            return Err("its checksum is wrong".to_owned());
+        }
+        let head: Self = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        if head.version != VERSION {
+            return Err(format!("it is of version {}, not {VERSION}", head.version));
+        }
+        if head.number != number {
+            return Err(format!("it is {}", head.number));
+        }
+        let objects = &head.epoch.objects;
+        if objects.len() > OBJECTS_MAX {
+            return Err(format!("it names {} objects, and {OBJECTS_MAX} is the most", objects.len()));
+        }
+        let mut met = HashSet::with_capacity(objects.len());
+        if let Some(twice) = objects.iter().find(|object| !met.insert(object.id)) {
+            return Err(format!("it names {} twice", twice.id.layer_name()));
+        }
+        Ok(head)
+    }
+}
+
+/// Whether an object of a disk's repository can have this name.
+pub fn is_object_name(name: &str) -> bool {
+    let layer = || name.strip_suffix(LAYER_SUFFIX)?.parse::<ObjectId>().ok();
+    HeadNumber::of(name).is_some() || layer().is_some_and(|id| id.layer_name().as_str() == name)
+}
+
+/// Values that are stored as their text.
+mod as_text {
+    use std::fmt::Display;
+    use std::str::FromStr;
+
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(value)
+    }
+
+    /// Takes no other text than [`serialize`] makes.
+    pub(super) fn deserialize<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+    where
+        T: Display + FromStr,
+        T::Err: Display,
+        D: Deserializer<'de>,
+    {
+        let text = String::deserialize(deserializer)?;
+        let value: T = text.parse().map_err(D::Error::custom)?;
+        if value.to_string() == text {
+            Ok(value)
+        } else {
+            Err(D::Error::custom(format!("{text:?} is not {value}")))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(objects: usize) -> Head {
+        let object = |number: usize| Object {
+            id: ObjectId(u128::MAX - number as u128),
+            bytes: u64::MAX,
+            blake3: blake3::hash(&number.to_le_bytes()),
+        };
+        let objects = (0..objects).map(object).collect();
+        let epoch = Epoch { number: EpochNumber(u64::MAX), time_ns: u64::MAX, size: u64::MAX, objects };
+        Head::new(HeadNumber(7), Generation(u64::MAX), OwnerId(5), epoch)
+    }
+
+    /// `head` as text that an edit changes, with the checksum that then belongs to it.
+    fn edited(head: &Head, from: &str, to: &str) -> Result<Head, String> {
+        let bytes = head.encode();
+        let text = std::str::from_utf8(&bytes[..bytes.len() - SUM_LEN]).unwrap();
+        assert!(text.contains(from), "{text}");
+        let text = text.replacen(from, to, 1);
+        let sum = blake3::hash(text.as_bytes());
+        Head::decode(HeadNumber(7), format!("{text}{sum}\n").as_bytes())
+    }
+
+    #[test]
+    fn the_largest_head_reads_back_and_keeps_its_bound() {
+        let head = head(OBJECTS_MAX);
+        let bytes = head.encode();
+        assert!(bytes.len() as u64 <= HEAD_BYTES_MAX, "{}", bytes.len());
+        assert_eq!(Head::decode(HeadNumber(7), &bytes).unwrap(), head);
+    }
+
+    #[test]
+    fn every_changed_or_missing_byte_is_found() {
+        let bytes = head(2).encode();
+        for at in 0..bytes.len() {
+            let mut changed = bytes.clone();
+            changed[at] ^= 1;
+            Head::decode(HeadNumber(7), &changed).unwrap_err();
+            Head::decode(HeadNumber(7), &bytes[..at]).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn a_hostile_head_is_refused() {
+        let head = head(2);
+        assert_eq!(edited(&head, "\"version\":1", "\"version\":2").unwrap_err(), "it is of version 2, not 1");
+        assert_eq!(edited(&head, "\"number\":7", "\"number\":8").unwrap_err(), "it is head-000000000008");
+        let ids = [0, 1].map(|number| head.epoch.objects[number].id.to_string());
+        assert!(edited(&head, &ids[0], &ids[1]).unwrap_err().ends_with("twice"));
+        let upper = head.epoch.objects[0].id.to_string().to_uppercase();
+        edited(&head, &ids[0], &upper).unwrap_err();
+        edited(&head, "\"owner\":", "\"more\":1,\"owner\":").unwrap_err();
+        let objects = format!("\"objects\":[{}", "{},".repeat(OBJECTS_MAX));
+        edited(&head, "\"objects\":[", &objects).unwrap_err();
+    }
+
+    #[test]
+    fn objects_are_heads_and_layers() {
+        let layer = ObjectId(7).layer_name();
+        assert!(is_object_name(layer.as_str()) && is_object_name("head-000000000012"));
+        for other in ["web.qcow2", "7.qcow2", "head-12", &layer.as_str().to_uppercase(), "lock"] {
+            assert!(!is_object_name(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn a_name_that_is_no_heads_has_no_number() {
+        assert_eq!(HeadNumber::of("head-000000000012"), Some(HeadNumber(12)));
+        assert_eq!(HeadNumber(12).name().as_str(), "head-000000000012");
+        for other in [
+            "head-12",
+            "head-000000000000",
+            "head-+00000000012",
+            "head-",
+            "000000000012",
+            "head-00000000001x",
+        ] {
+            assert_eq!(HeadNumber::of(other), None, "{other}");
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! Tiered disks: a disk on this host whose states are in a repository, epoch by epoch.
+//!
+//! ```text
+//!   frozen layer ──► ship: written, synced, read back ──► publish: a head names it
+//! ```
+//!
+//! | module | what it knows |
+//! |---|---|
+//! | [`head`](Head) | what a head says, and its bytes |
+//! | [`publisher`](Publisher) | who publishes, and that nobody else does |
+//! | [`object`](ship) | how a layer gets into the repository |
+//!
+//! Invariants: two processes never publish one disk; a head names complete layers only; what a claim takes over is what was
+//! published last.
+
+#![forbid(unsafe_code)]
+
+mod error;
+mod head;
+mod object;
+mod publisher;
+
+pub use error::{Error, Result};
+pub use head::{
+    Epoch, EpochNumber, Generation, HEAD_BYTES_MAX, Head, HeadNumber, OBJECTS_MAX, Object, ObjectId, OwnerId,
+    is_object_name,
+};
+pub use object::{Shipment, ship};
+pub use publisher::{Claim, Publisher, newest};
