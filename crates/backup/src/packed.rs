@@ -11,11 +11,12 @@ use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 
 use vmstrata_disk::{IoContext as _, Result};
+use vmstrata_qcow2::create::Places;
 use vmstrata_qcow2::{EntryFormat, Geometry, L1Entry, L2Entry};
 use vmstrata_types::{GuestOffset, HostOffset};
 
 use crate::compress::pack;
-use crate::head::{Places, Refcounts, Shape, first_cluster};
+use crate::head::{Shape, first_cluster, refcounts};
 use crate::manifest::RegionSum;
 use crate::region::Region;
 
@@ -167,7 +168,7 @@ impl<'a> PackedFile<'a> {
         let l1 = self.claim(l1_clusters as usize);
         self.write(&big_endian(&self.l1), l1)?;
         let first = self.counts.len() as u64;
-        let refcounts = Refcounts::for_clusters(bits, first, first);
+        let refcounts = refcounts(bits, first, first);
         let end = first + refcounts.clusters();
         let count = |cluster: u64| match self.counts.get(cluster as usize) {
             Some(count) => u64::from(*count),

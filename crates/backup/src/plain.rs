@@ -8,11 +8,12 @@
 //! without any more to say about them.
 
 use vmstrata_disk::Result;
+use vmstrata_qcow2::create::{Places, Refcounts};
 use vmstrata_qcow2::{EntryFormat, L1Entry, L2Entry};
 use vmstrata_types::HostOffset;
 
 use crate::diff::DiffKind;
-use crate::head::{Places, Refcounts, Shape, first_cluster};
+use crate::head::{Shape, first_cluster, refcounts};
 use crate::plan::Plan;
 use crate::target::Output;
 
@@ -34,7 +35,7 @@ impl Layout {
         let l1_entries = vmstrata_qcow2::Geometry::new(bits).l1_entries(plan.size());
         let l1_clusters = (l1_entries * ENTRY).div_ceil(bits.size());
         let tables = plan.table_count() as u64;
-        let refcounts = Refcounts::for_clusters(bits, 1, 1 + l1_clusters + tables + plan.data_clusters());
+        let refcounts = refcounts(bits, 1, 1 + l1_clusters + tables + plan.data_clusters());
         let l1 = 1 + refcounts.clusters();
         let l2 = l1 + l1_clusters;
         let data = l2 + tables;

@@ -10,13 +10,14 @@ use std::time::Instant;
 
 use vmstrata_disk::{IoContext as _, Resources, Result};
 use vmstrata_qcow2::Header;
+use vmstrata_qcow2::create::{Places, Refcounts};
 use vmstrata_store::open_named;
 use vmstrata_types::{ClusterBits, GuestOffset};
 
 use crate::REGION_BYTES;
 use crate::content::Content;
 use crate::fault::BackupFault;
-use crate::head::{Places, Refcounts, Shape, first_cluster};
+use crate::head::{REFCOUNTS, Shape, first_cluster};
 use crate::manifest::Manifest;
 use crate::pipeline::{Crew, in_order};
 use crate::target::sum_of;
@@ -105,6 +106,7 @@ fn rebased_header(path: &Path, file: &File, manifest: &Manifest) -> Option<(OsSt
         compression: Some(header.compression_type),
     };
     let refcounts = Refcounts {
+        order: REFCOUNTS,
         first: header.refcount_table_offset.get() >> bits.get(),
         table: header.refcount_table_clusters.into(),
         blocks: 0,

@@ -1,10 +1,11 @@
-//! The bytes of an empty image.
+//! The bytes of an empty image, and the first cluster and the refcounts of one whose clusters are known beforehand.
 //!
-//! Layout, in clusters: header, refcount table, refcount blocks, L1 table. Refcount blocks cover exactly what
+//! Layout of an empty image, in clusters: header, refcount table, refcount blocks, L1 table. Refcount blocks cover exactly what
 //! is there, themselves included; every cluster has refcount 1. Everything the image does not list as a part
 //! is zero, so the L1 table (up to 32 MiB) costs nothing but the file's length.
 
 mod header;
+mod refcounts;
 #[cfg(test)]
 mod tests;
 
@@ -12,11 +13,12 @@ use thiserror::Error;
 use vmstrata_types::{ClusterBits, HostOffset};
 
 use self::header::encode_header;
+pub use self::refcounts::Refcounts;
 use crate::extension::MAX_BACKING_FORMAT_LEN;
 use crate::feature::{Autoclear, Compatible, CompressionType, Incompatible};
 use crate::geometry::{ENTRY_LEN, Geometry, MIN_EXTENDED};
 use crate::header::{EncodeError, Header, MAX_L1_ENTRIES, V2_LEN, V3_LEN, field};
-use crate::refcount::{self, RefcountOrder};
+use crate::refcount::RefcountOrder;
 use crate::snapshot_info::{LayerRecord, SnapshotInfoError};
 
 /// The smallest clusters in which stock tools name features.
@@ -147,19 +149,21 @@ pub struct NewImage {
 /// Options that the format or QEMU's limits do not allow.
 pub fn new_image(options: &CreateOptions) -> Result<NewImage, CreateError> {
     check(options)?;
-    let layout = Layout::of(options);
-    let mut header = header(options, &layout);
+    let bits = options.cluster_bits;
+    let l1 = (options.geometry().l1_entries(options.size) * ENTRY_LEN).div_ceil(bits.size());
+    let refcounts = Refcounts::for_clusters(bits, options.refcount_order, 1, 1 + l1);
+    let end = 1 + refcounts.clusters() + l1;
+    let at = |cluster: u64| HostOffset::new(cluster << bits.get());
+    let mut header = header(options, &Places { l1: at(end - l1), refcounts });
     let first_cluster = encode_header(&mut header, options)?;
-    let (table, blocks) = layout.refcounts(options);
-    Ok(NewImage {
-        header,
-        parts: vec![
-            (layout.at(layout.table_at()), table),
-            (layout.at(layout.blocks_at()), blocks),
-            (HostOffset::ZERO, first_cluster),
-        ],
-        file_len: layout.at(layout.clusters()).get(),
-    })
+    let clusters: Vec<Vec<u8>> = refcounts.bytes(bits, |cluster| u64::from(cluster < end)).collect();
+    let (table, blocks) = clusters.split_at(refcounts.table as usize);
+    let parts = vec![
+        (at(refcounts.first), table.concat()),
+        (at(refcounts.first + refcounts.table), blocks.concat()),
+        (HostOffset::ZERO, first_cluster),
+    ];
+    Ok(NewImage { header, parts, file_len: at(end).get() })
 }
 
 fn check(options: &CreateOptions) -> Result<(), CreateError> {
@@ -201,71 +205,27 @@ pub const fn max_size(cluster_bits: ClusterBits) -> u64 {
     Geometry::new(cluster_bits).l2_span() * MAX_L1_ENTRIES as u64
 }
 
-/// Clusters of each part of an empty image.
-struct Layout {
-    bits: ClusterBits,
-    table: u64,
-    blocks: u64,
-    l1: u64,
+/// Where the tables of an image lie.
+#[derive(Clone, Copy, Debug)]
+pub struct Places {
+    /// The L1 table, which an image without L1 entries does not have.
+    pub l1: HostOffset,
+    /// Refcount table and blocks.
+    pub refcounts: Refcounts,
 }
 
-impl Layout {
-    /// Grows the refcount structures until they cover the image, themselves included.
-    fn of(options: &CreateOptions) -> Self {
-        let bits = options.cluster_bits;
-        let l1_entries = options.geometry().l1_entries(options.size);
-        let per_block = options.refcount_order.entries_per_block(bits) as u64;
-        let mut layout =
-            Self { bits, table: 1, blocks: 1, l1: (l1_entries * ENTRY_LEN).div_ceil(bits.size()) };
-        loop {
-            let blocks = layout.clusters().div_ceil(per_block);
-            let table = (blocks * ENTRY_LEN).div_ceil(bits.size());
-            if (table, blocks) == (layout.table, layout.blocks) {
-                return layout;
-            }
-            (layout.table, layout.blocks) = (table, blocks);
-        }
-    }
-
-    fn clusters(&self) -> u64 {
-        self.l1_at() + self.l1
-    }
-
-    fn table_at(&self) -> u64 {
-        1
-    }
-
-    fn blocks_at(&self) -> u64 {
-        self.table_at() + self.table
-    }
-
-    fn l1_at(&self) -> u64 {
-        self.blocks_at() + self.blocks
-    }
-
-    fn at(&self, cluster: u64) -> HostOffset {
-        HostOffset::new(cluster << self.bits.get())
-    }
-
-    /// The refcount table and all blocks.
-    fn refcounts(&self, options: &CreateOptions) -> (Vec<u8>, Vec<u8>) {
-        let mut table = Vec::with_capacity((self.table << self.bits.get()) as usize);
-        for block in 0..self.blocks {
-            let raw = refcount::encode_table_entry(Some(self.at(self.blocks_at() + block)), self.bits);
-            table.extend_from_slice(&raw.to_be_bytes());
-        }
-        table.resize((self.table << self.bits.get()) as usize, 0);
-        let mut blocks = vec![0; (self.blocks << self.bits.get()) as usize];
-        // Blocks are contiguous and full, so that together they are one long block.
-        for cluster in 0..self.clusters() {
-            let set = options.refcount_order.set(&mut blocks, cluster as usize, 1);
-            set.expect("every width holds 1");
-        }
-        (table, blocks)
-    }
+/// The whole first cluster of an image whose tables lie at these places; the image's writer says what is in them.
+///
+/// # Errors
+/// As [`new_image`].
+pub fn first_cluster(options: &CreateOptions, places: &Places) -> Result<Vec<u8>, CreateError> {
+    check(options)?;
+    let mut cluster = encode_header(&mut header(options, places), options)?;
+    cluster.resize(options.cluster_bits.size() as usize, 0);
+    Ok(cluster)
 }
 
-fn header(options: &CreateOptions, layout: &Layout) -> Header {
+fn header(options: &CreateOptions, places: &Places) -> Header {
     let header_length = if options.version == 2 { V2_LEN } else { V3_LEN };
     let zstd = options.compression_type != CompressionType::Zlib;
     let l1_size = options.geometry().l1_entries(options.size) as u32;
@@ -278,9 +238,10 @@ fn header(options: &CreateOptions, layout: &Layout) -> Header {
         size: options.size,
         crypt_method: 0,
         l1_size,
-        l1_table_offset: if l1_size == 0 { HostOffset::ZERO } else { layout.at(layout.l1_at()) },
-        refcount_table_offset: layout.at(layout.table_at()),
-        refcount_table_clusters: layout.table as u32,
+        l1_table_offset: if l1_size == 0 { HostOffset::ZERO } else { places.l1 },
+        refcount_table_offset: places.refcounts.table_at(options.cluster_bits),
+        refcount_table_clusters: u32::try_from(places.refcounts.table)
+            .expect("within the format's limit on file sizes"),
         snapshot_count: 0,
         snapshots_offset: HostOffset::ZERO,
         incompatible,
