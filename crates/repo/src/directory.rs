@@ -1,6 +1,8 @@
 //! A directory as a repository: an object is a file, written under a name of its own, then renamed. A new object that must not
 //! replace another is linked instead, which the file system refuses if the name is there.
 //!
+//! Blocks of zeros are left as holes.
+//!
 //! The file `lock` is held with `flock`: shared by writers and readers, alone by who deletes.
 //!
 //! Files are made for this user alone, in a directory that nobody else can enter ([`private`]). Links in it are not followed,
@@ -11,7 +13,7 @@
 mod private;
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -32,6 +34,8 @@ use private::Access;
 
 const LOCK: &str = ObjectName::LOCK;
 const UNFINISHED: &str = ".new";
+/// Zeros become holes in pieces of this size.
+const BLOCK: usize = 4096;
 /// Objects begun by this process.
 static COUNT: AtomicU64 = AtomicU64::new(0);
 
@@ -200,7 +204,8 @@ impl DirectoryRepository {
                 file => file?,
             };
             let (repository, name) = (self.describe(), name.clone());
-            return Ok(NewFile { repository, name, dir, file, unfinished, replaces, state: State::Writing });
+            let state = State::Writing;
+            return Ok(NewFile { repository, name, dir, file, unfinished, replaces, len: 0, state });
         }
     }
 
@@ -319,6 +324,21 @@ fn cannot_write(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem)
 }
 
+/// Writes what is not zeros.
+fn write_sparse(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
+    let is_hole = |block: &[u8]| block.len() == BLOCK && block.iter().all(|byte| *byte == 0);
+    let (mut data, mut done) = (0, 0);
+    for block in bytes.chunks(BLOCK) {
+        let next = done + block.len();
+        if is_hole(block) {
+            file.write_all_at(&bytes[data..done], at + data as u64)?;
+            data = next;
+        }
+        done = next;
+    }
+    file.write_all_at(&bytes[data..], at + data as u64)
+}
+
 struct NewFile {
     repository: String,
     name: ObjectName,
@@ -327,6 +347,8 @@ struct NewFile {
     unfinished: String,
     /// Whether it takes the place of an object of its name.
     replaces: bool,
+    /// Bytes that were added; it may end with a hole.
+    len: u64,
     state: State,
 }
 
@@ -365,7 +387,12 @@ impl NewFile {
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        if self.state == State::Synced { Ok(()) } else { self.step(State::Synced, |file| file.sync_data()) }
+        let len = self.len;
+        let flush = |file: &mut File| {
+            file.set_len(len)?;
+            file.sync_data()
+        };
+        if self.state == State::Synced { Ok(()) } else { self.step(State::Synced, flush) }
     }
 
     fn publish(&mut self) -> io::Result<()> {
@@ -406,7 +433,10 @@ impl NewFile {
 
 impl NewObject for NewFile {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.step(State::Writing, |file| file.write_all(bytes)).map_err(self.failed("writing"))
+        let at = self.len;
+        self.step(State::Writing, |file| write_sparse(file, bytes, at)).map_err(self.failed("writing"))?;
+        self.len += bytes.len() as u64;
+        Ok(())
     }
 
     fn sync(&mut self) -> Result<()> {
@@ -504,6 +534,21 @@ mod tests {
         repository.delete(&name).unwrap();
         repository.delete(&name).unwrap();
         assert_eq!(repository.list("").unwrap(), []);
+    }
+
+    #[test]
+    fn blocks_of_zeros_are_holes() {
+        let dir = private_directory();
+        let (repository, name) = (open(&dir), name());
+        let mut object = repository.create_new(&name, 1).unwrap();
+        let bytes = [vec![0; 2 << 20], vec![7; 5000], vec![0; 1 << 20]].concat();
+        bytes.chunks(96 << 10).for_each(|part| object.write(part).unwrap());
+        object.sync().unwrap();
+        assert_eq!(object.read_back().unwrap().len(), bytes.len() as u64);
+        object.finish().unwrap();
+        assert_eq!(fs::read(dir.path().join(name.as_str())).unwrap(), bytes);
+        let found = &repository.list("").unwrap()[0];
+        assert!(found.len == bytes.len() as u64 && found.allocated < 100_000, "{found:?}");
     }
 
     /// Over NFS the answer to a link can be lost; the client asks again and hears that the name is there.
