@@ -14,6 +14,15 @@ pub enum Error {
     /// The repository did not do it, or did and could not say so.
     #[error(transparent)]
     Repository(#[from] vmstrata_repo::Error),
+    /// The disk could not be read.
+    #[error(transparent)]
+    Disk(#[from] vmstrata_disk::Error),
+    /// More than can be shipped as one layer.
+    #[error("the state has data in more than {clusters} clusters")]
+    TooLarge {
+        /// The most there can be.
+        clusters: usize,
+    },
     /// A head that is not what a process published.
     #[error("{repository}: {name} is damaged: {why}")]
     BadHead {

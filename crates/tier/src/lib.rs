@@ -1,11 +1,12 @@
 //! Tiered disks: a disk on this host whose states are in a repository, epoch by epoch.
 //!
 //! ```text
-//!   frozen layer ──► ship: written, synced, read back ──► publish: a head names it
+//!   frozen layer ──► dense: one packed qcow2 file ──► ship: written, synced, read back ──► publish: a head names it
 //! ```
 //!
 //! | module | what it knows |
 //! |---|---|
+//! | [`dense`](ship_state) | a state of a disk as a qcow2 file that holds no more than it must |
 //! | [`head`](Head) | what a head says, and its bytes |
 //! | [`publisher`](Publisher) | who publishes, and that nobody else does |
 //! | [`object`](ship) | how a layer gets into the repository |
@@ -15,11 +16,13 @@
 
 #![forbid(unsafe_code)]
 
+mod dense;
 mod error;
 mod head;
 mod object;
 mod publisher;
 
+pub use dense::ship_state;
 pub use error::{Error, Result};
 pub use head::{
     Epoch, EpochNumber, Generation, HEAD_BYTES_MAX, Head, HeadNumber, OBJECTS_MAX, Object, ObjectId, OwnerId,
