@@ -107,11 +107,16 @@ impl Plan {
     /// Marks what the layer's tables say.
     fn mark_layer(&mut self, layer: &FrozenLayer, geometry: Geometry) -> Result<()> {
         let span = geometry.l2_span().saturating_mul(TABLES_AT_ONCE);
+        let tables_max = layer.identity().len >> geometry.cluster_bits.get();
+        let (mut tables, mut last_table) = (0, None);
         let mut at = 0;
         while at < self.size {
             let range = GuestRange::new(GuestOffset::new(at), span.min(self.size - at));
             let mut marked = Ok(());
             layer.entries(range, |at, entry| {
+                let table = Some(geometry.l1_index(at));
+                tables += u64::from(table != last_table);
+                last_table = table;
                 if marked.is_ok() {
                     marked = match entry {
                         Ok(entry) => self.mark_entry(geometry, at, entry),
@@ -123,6 +128,9 @@ impl Plan {
                 }
             })?;
             marked?;
+            if tables > tables_max {
+                return Err(Error::SharedTables { layer: layer.path().to_owned() });
+            }
             at = at.saturating_add(span);
         }
         Ok(())

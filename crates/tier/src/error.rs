@@ -1,5 +1,7 @@
 //! What a tier refuses, or could not do.
 
+use std::path::PathBuf;
+
 use thiserror::Error;
 use vmstrata_repo::ObjectName;
 
@@ -17,6 +19,12 @@ pub enum Error {
     /// The disk could not be read.
     #[error(transparent)]
     Disk(#[from] vmstrata_disk::Error),
+    /// A layer that would be as large as it likes.
+    #[error("{}: its L1 table names more L2 tables than the file has clusters", layer.display())]
+    SharedTables {
+        /// The layer.
+        layer: PathBuf,
+    },
     /// More than can be shipped as one layer.
     #[error("the state has data in more than {clusters} clusters")]
     TooLarge {

@@ -4,7 +4,7 @@
 mod common;
 
 use std::fs;
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -167,4 +167,25 @@ fn a_damaged_layer_is_an_error_that_names_it_and_ships_nothing() {
     let told = told.unwrap_err().to_string();
     assert!(told.contains("1.qcow2"), "{told}");
     assert_eq!(fixture.repository.list("").unwrap().len(), before);
+}
+
+/// Its single L2 table would make data of the whole disk.
+#[test]
+fn a_layer_whose_tables_are_one_is_refused() {
+    let mut fixture = Fixture::new();
+    let base = fixture.add("cluster_size=64k", "64G", &[]);
+    fixture.add("cluster_size=64k", "64G", &["write -q -z 0 512M".to_owned()]);
+    let top = &fixture.layers[1];
+    let mut bytes = vec![0; 8];
+    let file = fs::File::options().read(true).write(true).open(top).unwrap();
+    let l1 = 3 << 16;
+    file.read_exact_at(&mut bytes, l1).unwrap();
+    file.write_all_at(&bytes.repeat((64 << 30) >> 29), l1).unwrap();
+    let refused =
+        ship_state(&fixture.repository, top, Some(base.id), &OpenOptions::default(), &fixture.resources);
+    let told = refused.unwrap_err().to_string();
+    assert!(
+        told.ends_with("1.qcow2: its L1 table names more L2 tables than the file has clusters"),
+        "{told}"
+    );
 }
