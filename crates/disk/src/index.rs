@@ -224,7 +224,7 @@ impl Index {
 
     /// Page `number` of words for `unit`, given those of the full index.
     fn with_deltas(&self, number: u64, unit: ClusterBits, mut words: Words) -> Words {
-        if number < Root::leaves_of(self.root.size, unit) {
+        if number < self.root.leaves() << (self.root.unit.get() - unit.get()) {
             self.deltas.iter().for_each(|delta| delta.put(number, unit, &mut words));
         }
         words
