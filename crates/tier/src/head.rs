@@ -14,6 +14,8 @@ use vmstrata_repo::{ObjectName, draw_id};
 pub const OBJECTS_MAX: usize = 4096;
 /// The most bytes of a head; one with [`OBJECTS_MAX`] objects has fewer.
 pub const HEAD_BYTES_MAX: u64 = 1 << 20;
+/// The highest number of a head, a generation or an epoch: what the name of a head has digits for.
+const COUNT_MAX: u64 = 999_999_999_999;
 /// Begins the names of heads.
 pub(crate) const HEAD_PREFIX: &str = "head-";
 /// Ends the names of layers.
@@ -44,7 +46,8 @@ impl HeadNumber {
     /// The number of the head with this name.
     pub fn of(name: &str) -> Option<Self> {
         let number = Self(name.strip_prefix(HEAD_PREFIX)?.parse().ok()?);
-        (number >= Self::FIRST && number.to_string() == name).then_some(number)
+        let is_valid = (Self::FIRST..=Self(COUNT_MAX)).contains(&number) && number.to_string() == name;
+        is_valid.then_some(number)
     }
 }
 
@@ -221,6 +224,9 @@ impl Head {
         if head.number != number {
             return Err(format!("it is {}", head.number));
         }
+        if head.generation.0.max(head.epoch.number.0) > COUNT_MAX {
+            return Err(format!("it counts past {COUNT_MAX}"));
+        }
         let objects = &head.epoch.objects;
         if objects.len() > OBJECTS_MAX {
             return Err(format!("it names {} objects, and {OBJECTS_MAX} is the most", objects.len()));
@@ -279,8 +285,8 @@ mod tests {
             blake3: blake3::hash(&number.to_le_bytes()),
         };
         let objects = (0..objects).map(object).collect();
-        let epoch = Epoch { number: EpochNumber(u64::MAX), time_ns: u64::MAX, size: u64::MAX, objects };
-        Head::new(HeadNumber(7), Generation(u64::MAX), OwnerId(5), epoch)
+        let epoch = Epoch { number: EpochNumber(COUNT_MAX), time_ns: u64::MAX, size: u64::MAX, objects };
+        Head::new(HeadNumber(7), Generation(COUNT_MAX), OwnerId(5), epoch)
     }
 
     /// `head` as text that an edit changes, with the checksum that then belongs to it.
@@ -317,6 +323,9 @@ mod tests {
         let head = head(2);
         assert_eq!(edited(&head, "\"version\":1", "\"version\":2").unwrap_err(), "it is of version 2, not 1");
         assert_eq!(edited(&head, "\"number\":7", "\"number\":8").unwrap_err(), "it is head-000000000008");
+        let past = format!("\"generation\":{}", u64::MAX);
+        let told = edited(&head, &format!("\"generation\":{COUNT_MAX}"), &past).unwrap_err();
+        assert_eq!(told, "it counts past 999999999999");
         let ids = [0, 1].map(|number| head.epoch.objects[number].id.to_string());
         assert!(edited(&head, &ids[0], &ids[1]).unwrap_err().ends_with("twice"));
         let upper = head.epoch.objects[0].id.to_string().to_uppercase();
@@ -346,6 +355,7 @@ mod tests {
             "head-",
             "000000000012",
             "head-00000000001x",
+            "head-1000000000000",
         ] {
             assert_eq!(HeadNumber::of(other), None, "{other}");
         }

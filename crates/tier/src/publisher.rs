@@ -99,7 +99,7 @@ impl Publisher {
     ///
     /// # Panics
     /// When an epoch before it failed otherwise than by [`Error::Fenced`], and this is another one; when its number is not higher than
-    /// that of the last.
+    /// that of the last; when it has more than [`OBJECTS_MAX`](crate::OBJECTS_MAX) objects.
     pub fn publish(&mut self, epoch: Epoch) -> Result<()> {
         assert!(epoch.number > self.head.epoch.number, "epoch {} again", epoch.number);
         let head = Head::new(self.head.number.next(), self.head.generation, self.head.owner, epoch);
