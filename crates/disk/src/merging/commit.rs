@@ -352,8 +352,8 @@ impl Layers {
                     let next = here + unit.size();
                     let is_whole = here >= at && next.get().min(self.size) <= end.get();
                     // Of whole ones that are zeros, an entry says so.
-                    let is_written =
-                        !(is_whole && run.source.is_zero()) && !self.is_in_place(active, here)?;
+                    let is_said = is_whole && run.source.is_zero();
+                    let is_written = !is_said && !self.is_in_place(active, here)?;
                     demand += if is_written { unit.size() } else { 0 };
                     here = if run.source.is_zero() { next.max(last) } else { next };
                 }

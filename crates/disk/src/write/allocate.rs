@@ -135,12 +135,12 @@ fn write_new(
     space: Allocated,
     (head, before, behind): (usize, Edge<'_>, Option<Edge<'_>>),
 ) -> Result<()> {
-    let before = before.to_write(space.zeroed);
+    let before = before.into_segment(space.zeroed);
     let host = if before.is_some() { space.at } else { space.at + head as u64 };
     let mut segments: SegmentVec<'_> = SegmentVec::new();
     segments.extend(before);
     segments.extend_from_slice(part);
-    segments.extend(behind.and_then(|behind| behind.to_write(space.zeroed)));
+    segments.extend(behind.and_then(|behind| behind.into_segment(space.zeroed)));
     let written = active.store.write_segments(&segments, host).while_trying("write");
     written.map_err(|error| error.at(host).in_file(&active.path))
 }

@@ -27,7 +27,7 @@ pub(super) struct Edge<'a> {
 
 impl<'a> Edge<'a> {
     /// What has to be written of it to a place that reads as zeros already, or that does not.
-    pub(super) fn to_write(self, is_zeroed: bool) -> Option<Segment<'a>> {
+    pub(super) fn into_segment(self, is_zeroed: bool) -> Option<Segment<'a>> {
         if self.bytes.is_empty() || self.is_zero && is_zeroed {
             return None;
         }

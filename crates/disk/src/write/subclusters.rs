@@ -79,9 +79,9 @@ impl Layers {
             };
             let place = host + (piece.within - head) as u64;
             let mut segments: SegmentVec<'_> = SegmentVec::new();
-            segments.extend(before.to_write(false));
+            segments.extend(before.into_segment(false));
             segments.extend_from_slice(from);
-            segments.extend(behind.to_write(false));
+            segments.extend(behind.into_segment(false));
             let written = self.overwrite(&*active.store, &segments, place).while_trying("write");
             written.map_err(|error| error.at(place).in_file(&active.path))?;
             self.publish_subclusters(active, piece, (host, old), new, (guard, wait))?;
