@@ -90,13 +90,15 @@ impl World {
     /// What lies below may show where a version 2 image has no other way to let go of a cluster.
     fn discard(&mut self, slot: usize, at: u64, len: u64) {
         let active = self.slots[slot].active;
+        // Overlays of snapshots have subclusters, whatever the disk began with.
+        let unit = self.disk(slot).cluster_bits().size();
         self.disk(slot).discard(range(at, len)).unwrap();
         let image = &self.model.images[active];
         if self.kind.version > 2 || image.below.is_none() {
-            return self.model.discard(active, at, len, self.kind.cluster);
+            return self.model.discard(active, at, len, unit);
         }
         let size = image.bytes.len() as u64;
-        let Some(whole) = discarded(at, len, self.kind.cluster, size) else { return };
+        let Some(whole) = discarded(at, len, unit, size) else { return };
         let found = self.guest(slot).read(whole.start, whole.end - whole.start);
         let old = &self.model.images[active].bytes[whole.start as usize..whole.end as usize];
         let is_old_or_zero = |(found, old): (&u8, &u8)| found == old || *found == 0;

@@ -19,7 +19,7 @@ pub(crate) struct Kind {
     /// Options for stock tools.
     pub(crate) options: &'static str,
     pub(crate) version: u32,
-    /// Bytes of a cluster, or of a subcluster: what a discard takes.
+    /// Bytes of a cluster, or of a subcluster, as requests are chosen by.
     pub(crate) cluster: u64,
     /// Whether it stands on a raw image, which is nobody's snapshot.
     pub(crate) has_raw_base: bool,
