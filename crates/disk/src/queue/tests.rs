@@ -252,7 +252,8 @@ fn pages_in_memory_are_read_on_the_spot_in_any_number_of_pieces() {
         assert_eq!(drain_woken(&mut queue, |_| ()), 1);
         let mut found = vec![0; PAGES as usize * LEN];
         copy_to_slice(&segments, &mut found);
-        assert!(found.chunks(LEN).zip(0..).all(|(page, number)| page.iter().all(|byte| *byte == number)));
+        let is_right = |(number, page): (usize, &[u8])| page.iter().all(|byte| *byte == number as u8);
+        assert!(found.chunks(LEN).enumerate().all(is_right));
         is_done
     };
     assert!(!reads_all_on_the_spot(), "the ring meets the file");
