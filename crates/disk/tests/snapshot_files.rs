@@ -139,7 +139,8 @@ fn overlays_have_subclusters_unless_the_layer_below_is_old_or_they_are_not_wante
             };
             let open = OpenOptions { subclusters, ..OpenOptions::default() };
             let options = PrepareOptions { convert_raw: true, subclusters, ..PrepareOptions::default() };
-            snapshot::create(&[disk.clone()], &info("one"), &open, &options, &resources()).unwrap();
+            snapshot::create(std::slice::from_ref(&disk), &info("one"), &open, &options, &resources())
+                .unwrap();
             assert_eq!(shape_of(&disk), expected, "offline");
             let served = Disk::open(&disk, &open, &resources()).unwrap();
             served.snapshot(&info("two")).unwrap();
