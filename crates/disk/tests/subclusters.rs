@@ -5,13 +5,17 @@ mod common;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use common::faulty::FaultyFiles;
 use common::flat::{assert_reads, pattern, range, read, write};
+use common::io::Client;
 use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
 use common::{open, random, scratch, small_resources};
 use vmstrata_disk::index::{IndexOptions, IndexVerdict, VerifiedFile, verify};
 use vmstrata_disk::merge::{Action, Direction, Merge, MergeFault, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::snapshot::SnapshotInfo;
-use vmstrata_disk::{CreateOptions, Disk, Format, OpenOptions, create, snapshot_together};
+use vmstrata_disk::stats::Kind;
+use vmstrata_disk::{CreateOptions, Disk, Format, Op, OpenOptions, create, snapshot_together};
+use vmstrata_store::{FaultPlan, OperationKind};
 use vmstrata_types::{ClusterBits, LayerIndex};
 
 const CLUSTER: u64 = 128 << 10;
@@ -290,4 +294,36 @@ fn parts_of_subclusters_are_written_while_pages_of_entries_come_and_go() {
         assert!(read(&disk, page * STEP, model.len()).unwrap() == model, "{page}");
     }
     disk.close().unwrap();
+}
+
+#[test]
+fn first_writes_of_a_batch_are_one_write_each_and_one_of_the_journal() {
+    const BATCH: u64 = 8;
+    let dir = scratch();
+    let (top, mut model) = made(dir.path());
+    let plan = FaultPlan::recording();
+    plan.read_now();
+    let resources = FaultyFiles::new(&plan).resources_with(Some(dir.path().join("journals")));
+    let disk = Disk::open(&top, &OpenOptions::default(), &resources).unwrap();
+    let mut client = Client::new(&disk, 32);
+    let written = || plan.count(Some(OperationKind::Write));
+    // A write that took a processor's turn sends those of the next moment to workers: so not each time.
+    let batches = (SIZE / SUBCLUSTER) / BATCH;
+    let has_one = (0..batches).any(|batch| {
+        let (before, at_workers) = (written(), disk.stats().at_workers[Kind::Write as usize]);
+        for number in batch * BATCH..(batch + 1) * BATCH {
+            let (at, fill) = (number * SUBCLUSTER, [number as u8; SUBCLUSTER as usize]);
+            client.push(Op::Write { fua: false }, at, SUBCLUSTER, Some(&fill));
+            model[at as usize..][..SUBCLUSTER as usize].copy_from_slice(&fill);
+        }
+        assert!(client.drain().iter().all(|done| done.result.is_ok()));
+        let at_workers = disk.stats().at_workers[Kind::Write as usize] - at_workers;
+        at_workers == 0 && written() - before == BATCH + 1
+    });
+    assert!(has_one, "no batch is written so");
+    assert_reads(&disk, &model, "after all");
+    drop(client);
+    disk.close().unwrap();
+    drop(disk);
+    assert_clean(&top);
 }
