@@ -19,13 +19,15 @@
 //!   mapping lost ([`Guard`]) is never taken for them.
 //! - Nothing past the end of the file is touched: a view reads as far as the file reached when the view was taken. A
 //!   mapping has room for a file that grows, and [`View::grown`] reads on in it.
+//! - A page is noted only if there is room for the page table that maps it: with blocks of 4 KiB all over long files, as layers
+//!   with subclusters are, those tables take more than anything else of this process.
 //! - Pages are noted, not held: the host may take them back at any time. The read that meets such a page waits for the
 //!   disk on the spot; the caller notices by its thread's [`major_faults`], and calls [`View::forget`].
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, LazyLock};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use vmstrata_types::HostOffset;
@@ -38,6 +40,21 @@ use crate::{Segment, prefetch, total_len};
 const PAGE: u64 = 4096;
 /// What a word of bits stands for.
 const WORD: u64 = PAGE * 64;
+
+/// What a page table speaks for, in words of bits, on most processors.
+const TABLE_WORDS: usize = 8;
+/// Of the pages of the host's memory, the part that page tables of all views take at most.
+const TABLES_PART: usize = 1024;
+
+/// Page tables that views may still need, by the words that they speak for: short files share one.
+fn tables_left() -> &'static AtomicUsize {
+    static LEFT: LazyLock<AtomicUsize> = LazyLock::new(|| {
+        // SAFETY: takes no pointer.
+        let pages = unsafe { libc::sysconf(libc::_SC_PHYS_PAGES) };
+        AtomicUsize::new(usize::try_from(pages).unwrap_or(0) / TABLES_PART * TABLE_WORDS)
+    });
+    &LEFT
+}
 
 /// `f_type` of the file systems whose files are viewed: those that answer from this host's own memory and disks. A page
 /// that the host took back is waited for by whoever touches it, and nobody should wait so for a network, or for a
@@ -97,6 +114,32 @@ struct Mapping {
     asked: Box<[AtomicBool]>,
     /// Whether it is asked at all.
     asks: AtomicBool,
+    /// For each page table: whether it was taken from those left.
+    tables: Box<[AtomicBool]>,
+    tables_left: &'static AtomicUsize,
+}
+
+impl Mapping {
+    /// Whether there is a page table for the pages of a word, or room for one.
+    fn has_table(&self, word: usize) -> bool {
+        let table = word / TABLE_WORDS;
+        if self.tables[table].load(Ordering::Relaxed) {
+            return true;
+        }
+        let words = self.words_of(table);
+        let take = |left: usize| left.checked_sub(words);
+        let is_taken = self.tables_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok();
+        // Another thread may have been faster.
+        if is_taken && self.tables[table].swap(true, Ordering::Relaxed) {
+            self.tables_left.fetch_add(words, Ordering::Relaxed);
+        }
+        is_taken
+    }
+
+    /// Words of this mapping that a page table speaks for.
+    fn words_of(&self, table: usize) -> usize {
+        TABLE_WORDS.min(self.noted.len() - table * TABLE_WORDS)
+    }
 }
 
 // SAFETY: the address is only used to ask for its pages and to unmap it, once.
@@ -114,6 +157,9 @@ impl Drop for Mapping {
                 debug_assert!(false, "cannot unmap a file: {errno}");
             }
         }
+        let taken = (0..self.tables.len()).filter(|table| self.tables[*table].load(Ordering::Relaxed));
+        let words = taken.map(|table| self.words_of(table)).sum();
+        self.tables_left.fetch_add(words, Ordering::Relaxed);
     }
 }
 
@@ -121,6 +167,15 @@ impl View {
     /// Maps `file`, which has `len` bytes and may grow to `room`; `None` when they are too many, or the host or this process has no room for another
     /// mapping. Only the owner of a file is told which of its pages are in memory; for others each must be noted.
     pub(crate) fn new(file: BorrowedFd<'_>, len: u64, room: u64, is_owner: bool) -> Option<Self> {
+        Self::with_tables(file, (len, room), is_owner, tables_left())
+    }
+
+    fn with_tables(
+        file: BorrowedFd<'_>,
+        (len, room): (u64, u64),
+        is_owner: bool,
+        tables_left: &'static AtomicUsize,
+    ) -> Option<Self> {
         let room = room.min(LEN_MAX);
         let size = usize::try_from(room).ok().filter(|_| (1..=room).contains(&len))?;
         let words = room.div_ceil(WORD) as usize;
@@ -130,7 +185,8 @@ impl View {
         let (noted, asked) = (zeroed(words), zeroed(words));
         // Where pages are larger, the host's answer has fewer of them than there are bits.
         let asks = is_owner && rustix::param::page_size() as u64 == PAGE;
-        let mut mapping = Mapping { guard: None, start, len: size, noted, asked, asks: asks.into() };
+        let (asks, tables) = (asks.into(), zeroed(words.div_ceil(TABLE_WORDS)));
+        let mut mapping = Mapping { guard: None, start, len: size, noted, asked, asks, tables, tables_left };
         // SAFETY: the whole mapping, which is only read by raw copies, and which lives longer than the guard.
         mapping.guard = Some(unsafe { Guard::of_pages(start.as_ptr(), size) }?);
         let noted = NonNull::from(&mapping.noted[0]);
@@ -191,11 +247,10 @@ impl View {
     /// `len` bytes at `at` were read from the file a moment ago: the host has them in memory.
     pub fn note(&self, at: HostOffset, len: u64) {
         if self.has(at.get(), len) {
-            words(at.get(), len).filter(|(word, bits)| !self.is_noted(*word, *bits)).for_each(
-                |(word, bits)| {
-                    self.mapping.noted[word].fetch_or(bits, Ordering::Relaxed);
-                },
-            );
+            let new = words(at.get(), len).filter(|(word, bits)| !self.is_noted(*word, *bits));
+            new.filter(|(word, _)| self.mapping.has_table(*word)).for_each(|(word, bits)| {
+                self.mapping.noted[word].fetch_or(bits, Ordering::Relaxed);
+            });
         }
     }
 
@@ -227,7 +282,8 @@ impl View {
     #[cold]
     fn ask(&self, word: usize, bits: u64) -> bool {
         let Mapping { start, len, noted, asked, asks, .. } = &*self.mapping;
-        if !asks.load(Ordering::Relaxed) || asked[word].swap(true, Ordering::Relaxed) {
+        let may_ask = asks.load(Ordering::Relaxed) && self.mapping.has_table(word);
+        if !may_ask || asked[word].swap(true, Ordering::Relaxed) {
             return false;
         }
         let mut pages = [0; 64];
@@ -277,4 +333,34 @@ pub fn major_faults() -> i64 {
     unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) };
     // SAFETY: zeroed, and filled if the call succeeded.
     unsafe { usage.assume_init() }.ru_majflt
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd as _;
+
+    use super::*;
+
+    #[test]
+    fn no_more_page_tables_are_needed_than_are_left() {
+        const TABLE: u64 = WORD * TABLE_WORDS as u64;
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(3 * TABLE).unwrap();
+        let left: &'static AtomicUsize = Box::leak(Box::new(AtomicUsize::new(2 * TABLE_WORDS)));
+        let view = |len| View::with_tables(file.as_fd(), (len, len), false, left).unwrap();
+        let reads = |view: &View, table: u64| {
+            let at = HostOffset::new(table * TABLE);
+            view.note(at, PAGE);
+            view.read(&[Segment::from_mut(&mut [1; PAGE as usize])], at)
+        };
+        let one = view(3 * TABLE);
+        assert!(reads(&one, 2) && reads(&one, 0) && reads(&one, 2), "there is room for two");
+        assert!(!reads(&one, 1) && !reads(&view(PAGE), 0));
+        drop(one);
+        let (one, short) = (view(2 * TABLE), view(PAGE));
+        assert!(reads(&one, 0) && reads(&short, 0));
+        assert_eq!(left.load(Ordering::Relaxed), TABLE_WORDS - 1, "a short file shares a table");
+        drop((one, short));
+        assert_eq!(left.load(Ordering::Relaxed), 2 * TABLE_WORDS);
+    }
 }
