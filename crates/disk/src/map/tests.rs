@@ -145,6 +145,13 @@ fn painted(map: &FrozenMap) -> Vec<Source> {
     sectors
 }
 
+/// The words of a page, without those that a shorter layer hides: they mean nothing.
+fn seen(map: &FrozenMap, page: MapPage, words: &Words) -> Vec<u64> {
+    let start = |slot: usize| (page.units().start + slot as u64) << map.units.of(page.level).get();
+    let is_seen = |slot, word| start(slot) < map.layers[MapEntry::from_word(word).layer().index()].end;
+    words.iter().enumerate().map(|(slot, &word)| if is_seen(slot, word) { word } else { 0 }).collect()
+}
+
 /// The same as a map answers.
 fn mapped(map: &FrozenMap) -> Vec<Source> {
     let at = |sector| GuestOffset::new(sector * SECTOR);
@@ -233,7 +240,7 @@ proptest! {
                 let is_taken = new.cache.copy(new.pages.key(page), &mut words);
                 prop_assert!(is_taken || page.level == Level::Second, "{:?} is in memory", page);
                 let expected = new.scan_page(0..new.layers.len(), page, &mut Scratch::default()).unwrap();
-                prop_assert!(!is_taken || words == expected, "{:?}", page);
+                prop_assert!(!is_taken || seen(&new, page, &words) == seen(&new, page, &expected), "{:?}", page);
             }
         }
         prop_assert_eq!(mapped(&new), painted(&new));
