@@ -84,6 +84,19 @@ fn a_layer_is_dropped_from_the_middle() {
 }
 
 #[test]
+fn what_an_interrupted_snapshot_left_is_removed_first() {
+    let chain = Chain::ours(3);
+    let top = chain.top();
+    let name = top.file_name().unwrap().to_str().unwrap();
+    let left = top.with_file_name(format!(".{name}.4711-0.snapshot"));
+    // Torn: an image like that may stand on any layer.
+    std::fs::write(&left, &std::fs::read(top).unwrap()[..64]).unwrap();
+    let merged = merge(top, range(1, 1), &all()).unwrap();
+    assert_eq!(merged.removed, [chain.files[1].clone()]);
+    assert!(!left.exists());
+}
+
+#[test]
 fn a_merge_copies_the_subclusters_that_differ_and_are_not_there() {
     const SUBCLUSTER: u64 = 4096;
     let bits = ClusterBits::from_size(32 * SUBCLUSTER).unwrap();

@@ -56,6 +56,7 @@ use crate::merging::stream::{After, Progress};
 use crate::merging::{Copier, MergeFault, MergeOptions, MergeRange, Way, cleanup, let_go, target};
 use crate::opener::Role;
 use crate::refs::{ChainFile, LocalHolders, Users, chain_files, holder_among, open_twice};
+use crate::snapshots::interrupted;
 
 /// Most bytes of the disk looked at before others get their turn.
 const TURN: u64 = 256 << 10;
@@ -136,10 +137,12 @@ impl Running {
         }
         let mut running = Self { disk: Arc::clone(disk), range, claimed: Vec::new(), indexing: None };
         // What the last snapshot left to do is done then: from there on the frozen layers' files say what is in them.
-        drop(disk.change());
+        let changing = disk.change();
         disk.check_changeable()?;
         disk.sweep_merged();
         let chain = chain_files(&disk.path, &disk.options(), &**disk.resources.files().opener())?;
+        interrupted::sweep(&disk.path, chain[chain.len() - 1].file, |_| {})?;
+        drop(changing);
         range.check(&chain, options).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
         let users = Users::standing_on(&chain[range.first.index()..], &disk.path, &disk.options());
         refuse_overlooked(&chain, range, options, &users)

@@ -22,6 +22,7 @@ use crate::opener::Role;
 use crate::refs::{self, ChainFile, LocalHolders, Users};
 use crate::resources::Resources;
 use crate::snapshot::lock_finalized;
+use crate::snapshots::interrupted;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -47,13 +48,14 @@ impl Files {
         let lock = lock_finalized(disk, &options.open, resources)?;
         cleanup::sweep_files(disk, &options.open);
         let chain = refs::chain_files(disk, &options.open, &**resources.files().opener())?;
+        let own = chain[chain.len() - 1].file;
+        interrupted::sweep(disk, own, |_| {})?;
         range.check(&chain, options).map_err(|fault| Error::from(fault).in_file(disk))?;
         // The target's own lock takes the place of the disk's.
         let lock = (range.target().index() + 1 < chain.len()).then_some(lock);
         let users = Users::standing_on(&chain[range.first.index()..], disk, &options.open);
         refuse_overlooked(&chain, range, options, &users)
             .map_err(|fault| Error::from(fault).in_file(disk))?;
-        let own = chain[chain.len() - 1].file;
         let opened = |file| resources.files().open_store(file);
         let here = LocalHolders { needs: &|_| false, store: &opened };
         let asked = Asked { disk, chain: &chain, range, options, resources, here, ours: &|_| vec![own] };
