@@ -347,11 +347,12 @@ fn change(number: i64, args: [usize; 6]) -> isize {
         _ if result < 0 => return result,
         libc::SYS_ftruncate => TASKS.note(Kind::SetLen, [inode as u64, at, 0, 0], done, &[]),
         libc::SYS_fallocate => {
-            let mode = args[1] as c_int;
-            if mode & libc::FALLOC_FL_PUNCH_HOLE == 0 {
-                TASKS.fail("only holes are simulated");
-            }
-            TASKS.note(Kind::PunchHole, [inode as u64, at, args[3] as u64, 0], done, &[])
+            let (kind, place) = match args[1] as c_int & libc::FALLOC_FL_PUNCH_HOLE {
+                // Space for a range of zeros, perhaps past the end.
+                0 => (Kind::SetLen, stat_fd(args[0]).map_or(0, |found| found.st_size as u64)),
+                _ => (Kind::PunchHole, at),
+            };
+            TASKS.note(kind, [inode as u64, place, args[3] as u64, 0], done, &[])
         }
         _ => {
             let bytes = written(number, args, result as usize);

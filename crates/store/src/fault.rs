@@ -224,6 +224,11 @@ impl LocalFile for FaultStore {
             && self.inner.read_exact(buf, at).is_ok()
     }
 
+    fn allocate(&self, at: HostOffset, len: u64) -> io::Result<()> {
+        let len = self.inner.len()?.max(at.get() + len);
+        self.change(Operation::SetLen { len }, || self.inner.set_len(len))
+    }
+
     fn begin_flush(&self) -> u64 {
         self.inner.local().map_or(0, LocalFile::begin_flush)
     }
