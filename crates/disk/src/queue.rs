@@ -312,6 +312,7 @@ impl IoQueue {
 
     /// Hands everything pushed to the kernel, in one call if it takes any, and carries out what it is not needed for.
     pub fn submit(&mut self) {
+        self.look_at_hooks();
         self.start_reads();
         self.start_flush();
         if let Err(error) = self.ring.submit() {

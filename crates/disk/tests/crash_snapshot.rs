@@ -74,7 +74,10 @@ struct Recording {
 fn record(seed: u64, shape: LayerShape, finalizes: bool) -> Recording {
     let dir = scratch();
     let mut random = random("snapshots", seed);
+    let has_subclusters = shape.subclusters;
     let made = make(dir.path(), &[shape], &mut random);
+    // Overlays have subclusters of their own where the layer below has none.
+    let overlay_unit = if has_subclusters { made.cluster } else { 4096 };
     let plan = FaultPlan::recording();
     let recorder = Arc::new(Recorder { plan: Arc::clone(&plan), files: Mutex::default() });
     let options = ResourceOptions { metadata_cache_bytes: 0, workers: 1, ..ResourceOptions::default() };
@@ -99,6 +102,7 @@ fn record(seed: u64, shape: LayerShape, finalizes: bool) -> Recording {
             // What it returned of is on stable storage.
             done.push((Step::Flush, began, plan.now()));
             states.push((content, plan.now()));
+            ledger.set_cluster(overlay_unit);
             assert!(disk.is_finalizing());
             if finalizes {
                 disk.finalize().expect("no faults here");

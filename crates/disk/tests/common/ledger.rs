@@ -150,6 +150,11 @@ impl Ledger {
         Self { sectors: content.chunks(SECTOR as usize).map(first).collect(), cluster }
     }
 
+    /// Discards clear whole clusters of this size from now on.
+    pub fn set_cluster(&mut self, cluster: u64) {
+        self.cluster = cluster;
+    }
+
     pub fn size(&self) -> u64 {
         self.sectors.len() as u64 * SECTOR
     }
