@@ -143,6 +143,9 @@ pub struct NewImage {
     pub file_len: u64,
 }
 
+/// What of a refcount table is written at once: a block of most file systems.
+const TABLE_PIECE: u64 = 4096;
+
 /// Lays out an empty image.
 ///
 /// # Errors
@@ -158,8 +161,11 @@ pub fn new_image(options: &CreateOptions) -> Result<NewImage, CreateError> {
     let first_cluster = encode_header(&mut header, options)?;
     let clusters: Vec<Vec<u8>> = refcounts.bytes(bits, |cluster| u64::from(cluster < end)).collect();
     let (table, blocks) = clusters.split_at(refcounts.table as usize);
+    let mut table = table.concat();
+    // What is beyond takes no space: it counts clusters of a file of terabytes.
+    table.truncate((refcounts.blocks * ENTRY_LEN).next_multiple_of(TABLE_PIECE) as usize);
     let parts = vec![
-        (at(refcounts.first), table.concat()),
+        (at(refcounts.first), table),
         (at(refcounts.first + refcounts.table), blocks.concat()),
         (HostOffset::ZERO, first_cluster),
     ];

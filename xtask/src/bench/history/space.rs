@@ -5,8 +5,8 @@
 //!                           └──── added ───┘                                         └ added ┘
 //! ```
 //!
-//! What the guest wrote costs a cluster for each cluster, and L2 tables for them, with or without snapshots before. All
-//! else is what the snapshot added. `qemu-img` says where the allocated part ends.
+//! What the guest wrote costs a subcluster for each block, and L2 tables for them, with or without snapshots before. All
+//! else that is allocated to the file is what the snapshot added.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt as _;
@@ -14,25 +14,28 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow};
 use serde_json::{Value, json};
 
 use super::super::report::{Report, Row};
 use super::super::results::median;
-use super::CLUSTER;
+use super::{BLOCK, CLUSTER};
 use super::disk::{CHANGED, History};
 use super::take::timed;
 
 const PAGE: u64 = 4 << 10;
 /// Clusters that a leaf of the index speaks for, and pages that an inner page does.
 const LEAF: u64 = 512;
+/// Clusters that a leaf with words for subclusters of 4 KiB speaks for.
+const FINE_LEAF: u64 = (512 * 4096) / CLUSTER;
 const FANOUT: u64 = 256;
 /// Runs in a page of a delta record.
 const RUNS: u64 = 256;
 /// Layers with an index that is full, or adds a delta record to that.
 const FULL_EVERY: usize = 65;
-/// Clusters of an L2 table.
-const L2: u64 = CLUSTER / 8;
+/// Bytes of an L2 table of an overlay, and clusters of the base for which it has entries.
+const TABLE: u64 = 128 << 10;
+const TABLE_CLUSTERS: u64 = (1 << 30) / CLUSTER;
 
 /// Checks all layers and adds up their bytes.
 ///
@@ -52,25 +55,18 @@ pub(super) fn measure(history: &History, dir: &Path, report: &mut Report) -> Res
         let same = |changed: &&Vec<u64>| changed.len() == count;
         let known =
             history.layers.iter().filter_map(|layer| Some((layer, layer.changed.as_ref().filter(same)?)));
-        let (mut added, mut bounds, mut allocated) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut added, mut bounds) = (Vec::new(), Vec::new());
         for (layer, changed) in known {
-            let bytes = Bytes::of(&layer.path)?;
-            let written = CLUSTER * (changed.len() as u64 + distinct(changed, L2));
+            let written = BLOCK as u64 * changed.len() as u64 + TABLE * distinct(changed, TABLE_CLUSTERS);
             let bound = empty + delta_bound(changed);
-            let bytes_added = bytes.apparent.saturating_sub(written);
-            added.push(bytes_added as f64 / 1024.0);
+            let bytes = allocated(&layer.path)?.saturating_sub(written);
+            added.push(bytes as f64 / 1024.0);
             bounds.push(bound as f64 / 1024.0);
-            (all, all_bounds) = (all + bytes_added, all_bounds + bound);
+            (all, all_bounds) = (all + bytes, all_bounds + bound);
             all_changed.extend(changed);
-            allocated.push((bytes.allocated as f64 - (CLUSTER * count as u64) as f64) / 1024.0);
         }
         let name = format!("bytes that a snapshot adds, {count} clusters changed");
         report.add(Row::median(&name, "KiB", &added).at_most(median(&bounds)).beside(empty as f64 / 1024.0));
-        report.add(Row::median(
-            &format!("the same layer, allocated beside its {count} clusters of data"),
-            "KiB",
-            &allocated,
-        ));
     }
     all_bounds += layers.len().div_ceil(FULL_EVERY) as u64 * full_bound(&all_changed);
     let ratio = all as f64 / all_bounds as f64;
@@ -85,11 +81,12 @@ fn delta_bound(changed: &[u64]) -> u64 {
     PAGE * ((changed.len() as u64).div_ceil(RUNS) + inner + table + root)
 }
 
-/// The most that a full one adds instead of the runs: a page for each leaf changed in any layer, and the inner pages that
-/// lead to them.
+/// The most that a full one adds instead of the runs: a page for each leaf changed in any layer, of words for clusters and for
+/// subclusters, and the inner pages that lead to them.
 fn full_bound(changed: &[u64]) -> u64 {
     let top = 1;
-    PAGE * (distinct(changed, LEAF) + distinct(changed, LEAF * FANOUT) + top)
+    let pages = |leaf| distinct(changed, leaf) + distinct(changed, leaf * FANOUT) + top;
+    PAGE * (pages(LEAF) + pages(FINE_LEAF))
 }
 
 /// How many runs of `unit` clusters the changed ones lie in.
@@ -97,36 +94,25 @@ fn distinct(changed: &[u64], unit: u64) -> u64 {
     changed.iter().map(|cluster| cluster / unit).collect::<BTreeSet<_>>().len() as u64
 }
 
-struct Bytes {
-    apparent: u64,
-    allocated: u64,
+/// Bytes allocated to a layer and, if it has one, its sidecar.
+fn allocated(layer: &Path) -> Result<u64> {
+    let mut sidecar = layer.as_os_str().to_owned();
+    sidecar.push(".vmsx");
+    let of = |path: &Path| path.metadata().map(|metadata| metadata.blocks() * 512);
+    let own = of(layer).with_context(|| format!("{} is not there", layer.display()))?;
+    Ok(own + of(Path::new(&sidecar)).unwrap_or(0))
 }
 
-impl Bytes {
-    /// Of a layer and, if it has one, its sidecar.
-    fn of(layer: &Path) -> Result<Self> {
-        let mut sidecar = layer.as_os_str().to_owned();
-        sidecar.push(".vmsx");
-        let mut bytes = Self { apparent: 0, allocated: 0 };
-        let there = [layer.metadata().ok(), Path::new(&sidecar).metadata().ok()];
-        ensure!(there[0].is_some(), "{} is not there", layer.display());
-        for metadata in there.into_iter().flatten() {
-            bytes.apparent += metadata.len();
-            bytes.allocated += metadata.blocks() * 512;
-        }
-        Ok(bytes)
-    }
-}
-
-/// Bytes of the overlay that `qemu-img create -b` makes, up to the end of its last cluster.
+/// Bytes allocated to the overlay that `qemu-img create -b` makes, with the clusters of ours.
 fn empty_overlay(dir: &Path, disk: &Path, backing: &Path) -> Result<u64> {
     let overlay = dir.join("empty.qcow2");
     let mut create = Command::new("qemu-img");
-    create.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b"]).arg(backing).arg(&overlay);
+    create.args(["create", "-q", "-f", "qcow2", "-o", "cluster_size=128k,extended_l2=on", "-F", "qcow2", "-b"]);
+    create.arg(backing).arg(&overlay);
     timed(&mut create).with_context(|| format!("an overlay like {}", disk.display()))?;
-    let len = overlay.metadata()?.len();
+    let bytes = allocated(&overlay)?;
     std::fs::remove_file(overlay)?;
-    Ok(len.next_multiple_of(CLUSTER))
+    Ok(bytes)
 }
 
 /// `qemu-img check` of each file by itself, on all processors.
