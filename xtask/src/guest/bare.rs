@@ -40,8 +40,8 @@ impl System {
     }
 }
 
-/// The system, whose init goes on with `init`.
-pub(super) fn initramfs(kernel: &Kernel, busybox: &Path, init: &str) -> Result<Vec<u8>> {
+/// The system, whose init goes on with `init`; the caller may add files.
+pub(super) fn initramfs(kernel: &Kernel, busybox: &Path, init: &str) -> Result<cpio::Archive> {
     let mut archive = cpio::Archive::default();
     let places = ["bin", "dev", "proc", "modules", "tmp"];
     places.into_iter().chain(SYSTEMS.iter().map(|system| system.name)).for_each(|dir| archive.directory(dir));
@@ -50,5 +50,5 @@ pub(super) fn initramfs(kernel: &Kernel, busybox: &Path, init: &str) -> Result<V
     for (index, bytes) in modules::with_needed(kernel, &MODULES)?.iter().enumerate() {
         archive.file(&format!("modules/{index:02}.ko"), 0o644, bytes);
     }
-    Ok(archive.finish())
+    Ok(archive)
 }

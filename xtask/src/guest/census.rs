@@ -49,7 +49,7 @@ impl Census {
     /// When a tool is missing, or the guest does not come that far.
     pub fn boot(kernel: &Kernel, busybox: &Path, dir: &Path, time: Duration) -> Result<Self> {
         let initramfs = dir.join("initramfs");
-        fs::write(&initramfs, bare::initramfs(kernel, busybox, INIT)?)?;
+        fs::write(&initramfs, bare::initramfs(kernel, busybox, INIT)?.finish())?;
         make_disks(dir)?;
         let memory = format!(
             "memory-backend-file,id=ram,size={}M,share=on,mem-path={}",

@@ -15,6 +15,7 @@ pub mod image;
 pub mod judge;
 pub mod modules;
 pub mod packages;
+pub mod rocksdb;
 mod served;
 pub mod suites;
 pub mod system;

@@ -33,6 +33,9 @@ const WORKSHOP: [&str; 10] = [
     "zlib1g",
 ];
 
+/// A benchmark of RocksDB, `db_bench`, and a library whose package is not named like one.
+const ROCKSDB: [&str; 2] = ["rocksdb-tools", "zlib1g"];
+
 /// What a system has besides, in which Debian's service manager is init.
 const SYSTEM_PROGRAMS: [&str; 3] = ["libnbd-bin", "systemd", "zlib1g"];
 
@@ -167,6 +170,14 @@ pub fn workshop(dir: &Path) -> Result<PathBuf> {
     let headers = dependency(&apt, &headers, "linux-headers-")?;
     let programs: Vec<&str> = PROGRAMS.iter().chain(&WORKSHOP).copied().chain([headers.as_str()]).collect();
     tree(&dir.join("workshop"), &programs)
+}
+
+/// RocksDB's tools and the libraries they need.
+///
+/// # Errors
+/// When packages cannot be fetched.
+pub fn rocksdb(dir: &Path) -> Result<PathBuf> {
+    tree(&dir.join("rocksdb"), &ROCKSDB)
 }
 
 fn tree(tree: &Path, programs: &[&str]) -> Result<PathBuf> {

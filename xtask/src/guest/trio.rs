@@ -31,7 +31,7 @@ const LINUX: u8 = 0x83;
 pub fn guest(dir: &Path, kernel: &Kernel) -> Result<Guest> {
     let cache = target()?.join("guest");
     let lock = packages::lock(&cache)?;
-    let init = bare::initramfs(kernel, &packages::busybox(&cache)?, INIT)?;
+    let init = bare::initramfs(kernel, &packages::busybox(&cache)?, INIT)?.finish();
     drop(lock);
     let initramfs = dir.join("trio-initramfs");
     fs::write(&initramfs, init)?;

@@ -48,6 +48,8 @@ pub enum Task {
     System,
     /// Work of a kind, for ever; with a root of [`Guest::for_work`].
     Work(&'static str),
+    /// Benchmark a database: see [`super::rocksdb`].
+    Rocksdb(super::rocksdb::Operations),
 }
 
 impl Task {
@@ -63,6 +65,7 @@ impl Task {
             Self::Cache => "task=cache".into(),
             Self::System => "systemd.unit=units-test.target systemd.show_status=0".into(),
             Self::Work(kind) => format!("task={kind}"),
+            Self::Rocksdb(operations) => operations.command_line(),
         }
     }
 }
