@@ -9,7 +9,7 @@ use xtask::bench::history::Part;
 use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
-use xtask::bench::{fragmented, fresh, history, memory, publish};
+use xtask::bench::{fragmented, fresh, history, memory, publish, rocksdb};
 use xtask::size::parse_size;
 
 /// Measure, and write the results below docs and into README.md.
@@ -31,6 +31,8 @@ enum What {
     History(HistoryBench),
     /// Memory snapshots of guests at work, beside full copies and QEMU's own: bytes, times, what comes after.
     Memory(MemoryBench),
+    /// RocksDB in a guest, on a disk of 500 layers and of one, beside stock QEMU.
+    Rocksdb(RocksdbBench),
     /// Draw plot and tables again from docs/measurements.
     Render,
 }
@@ -112,6 +114,22 @@ struct MemoryBench {
 }
 
 #[derive(Args)]
+struct RocksdbBench {
+    /// A small database and one round, in two minutes; prints, writes nothing.
+    #[arg(long)]
+    quick: bool,
+    /// Rounds.
+    #[arg(long)]
+    rounds: Option<u32>,
+    /// Directory for the files, which are removed at the end (about 3 GiB).
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// Print only; write no file below docs, nor README.md.
+    #[arg(long)]
+    no_write: bool,
+}
+
+#[derive(Args)]
 struct ChainBench {
     /// One round of half-second runs on a 1 GiB disk; prints, writes nothing.
     #[arg(long)]
@@ -158,6 +176,7 @@ impl Bench {
             What::Fresh(bench) => fresh::run(&bench.options(root)).map(|_| ()),
             What::History(bench) => history::run(&bench.options(root)).map(|_| ()),
             What::Memory(bench) => memory::run(&bench.options(root)?).map(|_| ()),
+            What::Rocksdb(bench) => rocksdb::run(&bench.options(root)).map(|_| ()),
             What::Render => render(root),
         }
     }
@@ -166,7 +185,7 @@ impl Bench {
 fn render(root: &Path) -> Result<()> {
     let results = publish::kept(root)?.context("no measurement yet: cargo xtask bench chain")?;
     publish::write(root, &results)?;
-    for shown in [fragmented::SHOWN, fresh::SHOWN, history::SHOWN, memory::SHOWN] {
+    for shown in [fragmented::SHOWN, fresh::SHOWN, history::SHOWN, memory::SHOWN, rocksdb::SHOWN] {
         if let Some(blocks) = shown.of_report(root)? {
             shown.write(root, &blocks)?;
         }
@@ -191,6 +210,18 @@ impl FreshBench {
         let dir = self.dir.unwrap_or_else(|| root.join("target/fresh"));
         let usual = if self.quick { fresh::Options::quick(dir) } else { fresh::Options::full(dir) };
         fresh::Options {
+            rounds: self.rounds.unwrap_or(usual.rounds),
+            publish: (!self.quick && !self.no_write).then(|| root.to_owned()),
+            ..usual
+        }
+    }
+}
+
+impl RocksdbBench {
+    fn options(self, root: &Path) -> rocksdb::Options {
+        let dir = self.dir.unwrap_or_else(|| root.join("target/rocksdb"));
+        let usual = if self.quick { rocksdb::Options::quick(dir) } else { rocksdb::Options::full(dir) };
+        rocksdb::Options {
             rounds: self.rounds.unwrap_or(usual.rounds),
             publish: (!self.quick && !self.no_write).then(|| root.to_owned()),
             ..usual
