@@ -141,7 +141,6 @@ impl Options {
             max_open_files: self.limits.max_open_files.unwrap_or_else(|| limits::layer_files(open_files)),
             workers: self.limits.workers.unwrap_or_else(|| processors.max(WORKERS_MIN)),
             journal_dir: Some(runtime_dir),
-            ..ResourceOptions::default()
         };
         Ok((Resources::start(options.clone())?, options))
     }

@@ -19,9 +19,9 @@ use serde_json::{Value, json};
 
 use super::super::report::{Report, Row};
 use super::super::results::median;
-use super::{BLOCK, CLUSTER};
 use super::disk::{CHANGED, History};
 use super::take::timed;
+use super::{BLOCK, CLUSTER};
 
 const PAGE: u64 = 4 << 10;
 /// Clusters that a leaf of the index speaks for, and pages that an inner page does.
@@ -107,7 +107,17 @@ fn allocated(layer: &Path) -> Result<u64> {
 fn empty_overlay(dir: &Path, disk: &Path, backing: &Path) -> Result<u64> {
     let overlay = dir.join("empty.qcow2");
     let mut create = Command::new("qemu-img");
-    create.args(["create", "-q", "-f", "qcow2", "-o", "cluster_size=128k,extended_l2=on", "-F", "qcow2", "-b"]);
+    create.args([
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-o",
+        "cluster_size=128k,extended_l2=on",
+        "-F",
+        "qcow2",
+        "-b",
+    ]);
     create.arg(backing).arg(&overlay);
     timed(&mut create).with_context(|| format!("an overlay like {}", disk.display()))?;
     let bytes = allocated(&overlay)?;
