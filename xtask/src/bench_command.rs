@@ -23,45 +23,30 @@ pub(crate) struct Bench {
 enum What {
     /// Stock QEMU, vmstrata and the floor over chains of several lengths.
     Chain(ChainBench),
-    /// A disk of one layer, and what a snapshot every few seconds costs.
-    Fresh(FreshBench),
-    /// Disks whose 4 KiB blocks lie all over a long history, beside a fresh one.
-    Fragmented(FragmentedBench),
+    /// A disk of one layer, and what a snapshot every few seconds costs (30 GiB of files).
+    Fresh(PlainBench),
+    /// Disks whose 4 KiB blocks lie all over a long history, beside a fresh one (20 GiB of files).
+    Fragmented(PlainBench),
     /// A thousand snapshots of a live 50 GiB disk: what a guest feels, opening, differences, bytes.
     History(HistoryBench),
     /// Memory snapshots of guests at work, beside full copies and QEMU's own: bytes, times, what comes after.
     Memory(MemoryBench),
-    /// RocksDB in a guest, on a disk of 500 layers and of one, beside stock QEMU.
-    Rocksdb(RocksdbBench),
+    /// RocksDB in a guest, on a disk of 500 layers and of one, beside stock QEMU (3 GiB of files).
+    Rocksdb(PlainBench),
     /// Draw plot and tables again from docs/measurements.
     Render,
 }
 
+/// Options of a benchmark that has no others.
 #[derive(Args)]
-struct FreshBench {
-    /// 256 MiB and one short round, in half a minute; prints, writes nothing.
+struct PlainBench {
+    /// Small disks and one short round, in two minutes at most; prints, writes nothing.
     #[arg(long)]
     quick: bool,
     /// Rounds.
     #[arg(long)]
     rounds: Option<u32>,
-    /// Directory for the files, which are removed at the end (about 30 GiB).
-    #[arg(long)]
-    dir: Option<PathBuf>,
-    /// Print only; write no file below docs, nor README.md.
-    #[arg(long)]
-    no_write: bool,
-}
-
-#[derive(Args)]
-struct FragmentedBench {
-    /// 64 MiB and one short round, in half a minute; prints, writes nothing.
-    #[arg(long)]
-    quick: bool,
-    /// Rounds.
-    #[arg(long)]
-    rounds: Option<u32>,
-    /// Directory for the files, which are removed at the end (about 20 GiB).
+    /// Directory for the files, which are removed at the end.
     #[arg(long)]
     dir: Option<PathBuf>,
     /// Print only; write no file below docs, nor README.md.
@@ -114,22 +99,6 @@ struct MemoryBench {
 }
 
 #[derive(Args)]
-struct RocksdbBench {
-    /// A small database and one round, in two minutes; prints, writes nothing.
-    #[arg(long)]
-    quick: bool,
-    /// Rounds.
-    #[arg(long)]
-    rounds: Option<u32>,
-    /// Directory for the files, which are removed at the end (about 3 GiB).
-    #[arg(long)]
-    dir: Option<PathBuf>,
-    /// Print only; write no file below docs, nor README.md.
-    #[arg(long)]
-    no_write: bool,
-}
-
-#[derive(Args)]
 struct ChainBench {
     /// One round of half-second runs on a 1 GiB disk; prints, writes nothing.
     #[arg(long)]
@@ -172,11 +141,31 @@ impl Bench {
         let root = super::root();
         match self.what {
             What::Chain(chain) => run::run(&chain.options(root)?).map(|_| ()),
-            What::Fragmented(bench) => fragmented::run(&bench.options(root)).map(|_| ()),
-            What::Fresh(bench) => fresh::run(&bench.options(root)).map(|_| ()),
+            What::Fragmented(bench) => {
+                let dir = bench.dir(root, "fragmented");
+                let usual = if bench.quick {
+                    fragmented::Options::quick(dir)
+                } else {
+                    fragmented::Options::full(dir)
+                };
+                let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
+                fragmented::run(&fragmented::Options { rounds, publish, ..usual }).map(|_| ())
+            }
+            What::Fresh(bench) => {
+                let dir = bench.dir(root, "fresh");
+                let usual = if bench.quick { fresh::Options::quick(dir) } else { fresh::Options::full(dir) };
+                let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
+                fresh::run(&fresh::Options { rounds, publish, ..usual }).map(|_| ())
+            }
             What::History(bench) => history::run(&bench.options(root)).map(|_| ()),
             What::Memory(bench) => memory::run(&bench.options(root)?).map(|_| ()),
-            What::Rocksdb(bench) => rocksdb::run(&bench.options(root)).map(|_| ()),
+            What::Rocksdb(bench) => {
+                let dir = bench.dir(root, "rocksdb");
+                let usual =
+                    if bench.quick { rocksdb::Options::quick(dir) } else { rocksdb::Options::full(dir) };
+                let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
+                rocksdb::run(&rocksdb::Options { rounds, publish, ..usual }).map(|_| ())
+            }
             What::Render => render(root),
         }
     }
@@ -193,39 +182,13 @@ fn render(root: &Path) -> Result<()> {
     Ok(())
 }
 
-impl FragmentedBench {
-    fn options(self, root: &Path) -> fragmented::Options {
-        let dir = self.dir.unwrap_or_else(|| root.join("target/fragmented"));
-        let usual = if self.quick { fragmented::Options::quick(dir) } else { fragmented::Options::full(dir) };
-        fragmented::Options {
-            rounds: self.rounds.unwrap_or(usual.rounds),
-            publish: (!self.quick && !self.no_write).then(|| root.to_owned()),
-            ..usual
-        }
+impl PlainBench {
+    fn dir(&self, root: &Path, name: &str) -> PathBuf {
+        self.dir.clone().unwrap_or_else(|| root.join("target").join(name))
     }
-}
 
-impl FreshBench {
-    fn options(self, root: &Path) -> fresh::Options {
-        let dir = self.dir.unwrap_or_else(|| root.join("target/fresh"));
-        let usual = if self.quick { fresh::Options::quick(dir) } else { fresh::Options::full(dir) };
-        fresh::Options {
-            rounds: self.rounds.unwrap_or(usual.rounds),
-            publish: (!self.quick && !self.no_write).then(|| root.to_owned()),
-            ..usual
-        }
-    }
-}
-
-impl RocksdbBench {
-    fn options(self, root: &Path) -> rocksdb::Options {
-        let dir = self.dir.unwrap_or_else(|| root.join("target/rocksdb"));
-        let usual = if self.quick { rocksdb::Options::quick(dir) } else { rocksdb::Options::full(dir) };
-        rocksdb::Options {
-            rounds: self.rounds.unwrap_or(usual.rounds),
-            publish: (!self.quick && !self.no_write).then(|| root.to_owned()),
-            ..usual
-        }
+    fn publish(&self, root: &Path) -> Option<PathBuf> {
+        (!self.quick && !self.no_write).then(|| root.to_owned())
     }
 }
 

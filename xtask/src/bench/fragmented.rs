@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 
 use super::cached::forget;
-use super::fresh::{BLOCK, COUNTED, LARGE, Side, full, sparse, wait_until_finalized};
+use super::fresh::{BLOCK, COUNTED, LARGE, Side, TURNS, compare, full, sparse, wait_until_finalized};
 use super::history::take::{Take as _, Vmstrata};
 use super::load::{Access, Load, in_random_order};
-use super::machine::{by_turns, settle};
+use super::machine::by_turns;
 use super::report::{Report, Row};
-use super::results::median;
+use super::results::ratios;
 use super::server::{self, Kind, vmstrata};
 use super::shown::Shown;
 use crate::chain::pattern::Writer;
@@ -35,8 +35,6 @@ pub const SHOWN: Shown = Shown {
     mark: "bench:fragmented",
 };
 
-/// Turns that each takes in a round.
-const TURNS: u64 = 6;
 /// The server's default for metadata, in MiB.
 const BUDGET_MIB: f64 = 64.0;
 
@@ -145,31 +143,6 @@ impl Scattered {
     }
 }
 
-/// Requests a second of each side, by turns, in each round.
-fn compare(options: &Options, sides: &mut [Side], load: &Load) -> Result<Vec<Vec<f64>>> {
-    settle();
-    let mut rates = vec![Vec::new(); sides.len()];
-    for round in 0..options.rounds {
-        let mut turns = vec![Vec::new(); sides.len()];
-        for turn in 0..=TURNS {
-            let seed = u64::from(round) * (TURNS + 1) + turn;
-            let mut order: Vec<usize> = (0..sides.len()).collect();
-            by_turns(&mut order, turn as u32);
-            for side in order {
-                let rate = sides[side].client.run(&Load { seed, ..*load })?.iops();
-                // The first turn warms up.
-                turns[side].extend((turn > 0).then_some(rate));
-            }
-        }
-        rates.iter_mut().zip(&turns).for_each(|(rates, turns)| rates.push(median(turns)));
-    }
-    Ok(rates)
-}
-
-fn ratios(own: &[f64], peer: &[f64]) -> Vec<f64> {
-    own.iter().zip(peer).map(|(own, peer)| own / peer).collect()
-}
-
 /// Sequential reads, as MiB are read one after the other.
 fn sequential(options: &Options, fresh: &Path, scattered: &Scattered, report: &mut Report) -> Result<()> {
     let access = Access::SequentialRead;
@@ -181,7 +154,7 @@ fn sequential(options: &Options, fresh: &Path, scattered: &Scattered, report: &m
 
     let mut sides = start()?;
     scattered.verify(&mut sides[0])?;
-    let warm = compare(options, &mut sides, &load)?;
+    let warm = compare(options.rounds, &mut sides, &load)?;
     sides.into_iter().try_for_each(Side::stop)?;
     report.add(Row::median(&name(", warm"), "MiB/s", &warm[0]));
     report.add(Row::median("the same of a fresh disk", "MiB/s", &warm[1]));
@@ -225,7 +198,7 @@ fn random(options: &Options, fresh: &Path, scattered: &Scattered, report: &mut R
         ];
         scattered.verify(&mut sides[0])?;
         let resident = sides[0].server.as_ref().context("a server")?.resident_bytes()?;
-        let rates = compare(options, &mut sides, &load)?;
+        let rates = compare(options.rounds, &mut sides, &load)?;
         sides.into_iter().try_for_each(Side::stop)?;
         if is_usual {
             let memory = format!(

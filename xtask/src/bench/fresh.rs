@@ -26,7 +26,7 @@ use super::history::take::{Take as _, Vmstrata, timed};
 use super::load::{Access, Load};
 use super::machine::{by_turns, settle, touch_free_memory};
 use super::report::{Report, Row};
-use super::results::median;
+use super::results::{median, ratios};
 use super::server::{self, Disk, Kind, Server, vmstrata};
 use super::shown::Shown;
 use crate::chain::{self, Base, Plan, Spec};
@@ -43,7 +43,7 @@ const SEED: u64 = 20_261_127;
 const CLUSTER: u64 = 64 << 10;
 pub(super) const BLOCK: usize = 4 << 10;
 /// Turns that each takes in a round.
-const TURNS: u64 = 6;
+pub(super) const TURNS: u64 = 6;
 /// First writes by which the bytes of one are counted, and the disk they are spread over.
 pub(super) const COUNTED: usize = 1000;
 pub(super) const LARGE: u64 = 50 << 30;
@@ -163,32 +163,15 @@ fn one_layer(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     let kinds = [Kind::Vmstrata, Kind::Floor, Kind::Qemu];
     let images = kinds.iter().map(|&kind| full(options.size, kind, dir)).collect::<Result<Vec<_>>>()?;
     rustix::fs::sync();
-    let mut sides: Vec<(Kind, Side)> = Vec::new();
-    for (kind, image) in kinds.into_iter().zip(&images) {
-        sides.push((kind, Side::start(kind, image)?));
-    }
+    let sides = kinds.into_iter().zip(&images).map(|(kind, image)| Side::start(kind, image));
+    let mut sides = sides.collect::<Result<Vec<_>>>()?;
     for Work { what, access, fua, depth, floor, qemu } in WORKS {
-        settle();
-        let mut rates: [Vec<f64>; 3] = Default::default();
-        for round in 0..options.rounds {
-            let mut turns: [Vec<f64>; 3] = Default::default();
-            for turn in 0..=TURNS {
-                let seed = u64::from(round) * (TURNS + 1) + turn;
-                let load = Load { access, fua, block: BLOCK, depth, time: options.turn, seed };
-                let mut order = [0, 1, 2];
-                by_turns(&mut order, turn as u32);
-                for side in order {
-                    let rate = sides[side].1.client.run(&load)?.iops();
-                    // The first turn warms up.
-                    turns[side].extend((turn > 0).then_some(rate));
-                }
-            }
-            rates.iter_mut().zip(&turns).for_each(|(rates, turns)| rates.push(median(turns)));
-        }
+        let load = Load { access, fua, block: BLOCK, depth, time: options.turn, seed: 0 };
+        let rates = compare(options.rounds, &mut sides, &load)?;
         let name = |what: &str| format!("4 KiB {what}");
         report.add(Row::median(&name(what), "IOPS", &rates[0]).beside(median(&rates[2])));
         for (peer, bound) in [(1, floor), (2, qemu)] {
-            let ratios: Vec<f64> = rates[0].iter().zip(&rates[peer]).map(|(own, peer)| own / peer).collect();
+            let ratios = ratios(&rates[0], &rates[peer]);
             let row =
                 Row::median(&format!("{}: vmstrata / {}", name(what), kinds[peer].label()), "", &ratios);
             report.add(match bound {
@@ -197,7 +180,28 @@ fn one_layer(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
             });
         }
     }
-    sides.into_iter().try_for_each(|(_, side)| side.stop())
+    sides.into_iter().try_for_each(Side::stop)
+}
+
+/// Requests a second of each side, by turns. `[side][round]`
+pub(super) fn compare(rounds: u32, sides: &mut [Side], load: &Load) -> Result<Vec<Vec<f64>>> {
+    settle();
+    let mut rates = vec![Vec::new(); sides.len()];
+    for round in 0..rounds {
+        let mut turns = vec![Vec::new(); sides.len()];
+        for turn in 0..=TURNS {
+            let seed = u64::from(round) * (TURNS + 1) + turn;
+            let mut order: Vec<usize> = (0..sides.len()).collect();
+            by_turns(&mut order, turn as u32);
+            for side in order {
+                let rate = sides[side].client.run(&Load { seed, ..*load })?.iops();
+                // The first turn warms up.
+                turns[side].extend((turn > 0).then_some(rate));
+            }
+        }
+        rates.iter_mut().zip(&turns).for_each(|(rates, turns)| rates.push(median(turns)));
+    }
+    Ok(rates)
 }
 
 /// An image all of whose clusters are there, in a directory of its own; a raw one for the floor.
@@ -250,7 +254,7 @@ fn first_writes(options: &Options, dir: &Path, report: &mut Report) -> Result<()
     let name = "4 KiB first writes after a snapshot, QD32";
     report.add(Row::median(name, "IOPS", &rates[0]).beside(median(&rates[1])));
     for (peer, bound) in [(1, 5.0), (2, 1.2)] {
-        let ratios: Vec<f64> = rates[0].iter().zip(&rates[peer]).map(|(own, peer)| own / peer).collect();
+        let ratios = ratios(&rates[0], &rates[peer]);
         let name = format!("{name}: vmstrata / {}", OVERLAYS[peer].0);
         report.add(Row::median(&name, "", &ratios).at_least(bound));
     }

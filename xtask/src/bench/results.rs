@@ -189,6 +189,11 @@ pub fn median(values: &[f64]) -> f64 {
     quantile(values, 0.5)
 }
 
+/// Values of one side, each divided by the other side's of the same round.
+pub fn ratios(own: &[f64], peer: &[f64]) -> Vec<f64> {
+    own.iter().zip(peer).map(|(own, peer)| own / peer).collect()
+}
+
 /// What a quarter of the values is below, and a quarter above.
 ///
 /// # Panics

@@ -17,7 +17,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::machine::{by_turns, settle};
 use super::report::{Report, Row};
-use super::results::median;
+use super::results::{median, ratios};
 use super::server::{self, Disk, Kind, Server, vmstrata};
 use super::shown::Shown;
 use crate::guest::rocksdb::{self, Operations, WORKLOADS};
@@ -120,10 +120,6 @@ fn side(kind: Kind, disk: &Path, guest: &Guest, operations: Operations) -> Resul
     server.stop()?;
     fs::remove_file(path)?;
     WORKLOADS.iter().map(|workload| rocksdb::rate(vm.console(), workload)).collect()
-}
-
-fn ratios(own: &[f64], peer: &[f64]) -> Vec<f64> {
-    own.iter().zip(peer).map(|(own, peer)| own / peer).collect()
 }
 
 fn parameters(options: &Options) -> Vec<(String, String)> {

@@ -13,6 +13,7 @@ use super::super::load::{Access, Load};
 use super::super::machine::{by_turns, settle};
 use super::super::prepared::Prepared;
 use super::super::report::{Report, Row};
+use super::super::results::ratios;
 use super::super::server::{Kind, Server, vmstrata};
 use super::super::session::Chain;
 use super::take::timed;
@@ -74,10 +75,6 @@ fn rows(layers: u32, slow: &Rates, fast: &Rates, report: &mut Report) {
     let name =
         format!("4 KiB reads by a loop of `pread`, without a server: files of {layers} layers / of 1 layer");
     report.add(Row::median(&name, "", &ratios(&slow.plain, &fast.plain)));
-}
-
-fn ratios(slow: &[f64], fast: &[f64]) -> Vec<f64> {
-    slow.iter().zip(fast).map(|(slow, fast)| slow / fast).collect()
 }
 
 /// Requests a second, of one disk.
