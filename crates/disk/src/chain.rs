@@ -45,7 +45,7 @@ pub struct OpenOptions {
     pub detect_zeroes: DetectZeroes,
     /// What happens to the unflushed writes of a killed process that cannot be taken up.
     pub unflushed: Unflushed,
-    /// Whether overlays made for the disk have subclusters, where the layer they stand on is of version 3 or raw.
+    /// Whether new overlays of the disk have subclusters. An overlay on a version 2 image never has them.
     pub subclusters: bool,
 }
 

@@ -182,8 +182,8 @@ impl Index {
     /// `read` reads a page of a layer's own file; sidecars are opened here.
     ///
     /// # Errors
-    /// A page that cannot be read, or is not what it should be; a fine leaf that is not there, for which nobody asks unless words
-    /// are split: make the words from the tables instead.
+    /// A page that cannot be read or is damaged, a missing fine leaf. The caller then makes the words from the tables. Ask for a fine
+    /// leaf only where words are split.
     fn read_leaf(
         &self,
         leaf: MapPage,
@@ -279,7 +279,7 @@ impl Index {
         Ok(opened.store)
     }
 
-    /// Whether two pointers, of this index and the other, lead to the same page: of a layer that both stand on.
+    /// Returns a function that says whether a pointer of this index and one of the other lead to the same page.
     fn same_page(&self, other: &Self) -> impl Fn(PagePointer, PagePointer) -> bool + Copy + use<> {
         let same_layer = |pair: &(&IndexLayer, &IndexLayer)| pair.0.identity == pair.1.identity;
         let common = self.layers.iter().zip(&other.layers).take_while(same_layer).count();

@@ -9,7 +9,7 @@
 //! One lookup answers for the whole chain, however many layers there are (sQemu §5.1, principle 1), and the pages
 //! live in one cache for all disks (principle 2). The unit is the smallest cluster size of the chain, so mixed
 //! chains need no special road; where a layer has a part of a unit, a second level has words for parts ([`crate::levels`]).
-//! A map never changes: disks that stand on the same frozen layer share it.
+//! Maps are immutable, and disks on the same frozen layer share one.
 //!
 //! The first level of a long chain is read once, by all processors, when it is opened ([`FrozenMap::build`]); pages that did not
 //! fit the budget, or were evicted, and those of the second level are made from the tables when someone asks for them.

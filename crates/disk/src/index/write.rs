@@ -255,7 +255,7 @@ impl<'a> Writer<'a> {
             self.tree(level).set(*number, pointer);
         }
         if self.place.home() == Home::File {
-            // Whoever merges next knows the file by its time, which pages written to it have changed.
+            // Writing pages changed the file's time; the next merger identifies the file by it.
             times::put_back(&*self.place.store, mtime_ns)?;
         }
         Ok(())

@@ -36,7 +36,7 @@ pub(super) struct Fresh {
 }
 
 impl Fresh {
-    /// The map of before; `None` if no layer in it has tables, and so no word says anything.
+    /// The map of the layers below; `None` if none of them has tables.
     fn below(&self) -> Option<&Arc<FrozenMap>> {
         self.before.frozen().filter(|map| map.layers.len() > 1 || !map.base_is_raw())
     }
@@ -163,7 +163,7 @@ impl FrozenMap {
         Some(words)
     }
 
-    /// What the map of before says of a page, from its pages, which `read` gets; `None` where it does not tell units apart.
+    /// The words of a page by the map of the layers below, whose pages `read` gets; `None` where that map's units are too coarse.
     fn words_below<E>(
         &self,
         fresh: &Fresh,

@@ -15,11 +15,11 @@
 //!
 //! A write in place leaves no change, so a guest that overwrites and flushes needs no worker. A guest with nothing else under way
 //! waits for no other thread either: the ring wakes one for each flush, which takes as long as a fast disk's flush does. What this
-//! thread flushes is short, so that requests that come meanwhile wait little: few bytes were written since the last flush began,
-//! by whomever, and the last one here did not take long.
+//! thread flushes is short, so that requests that come meanwhile wait little: few bytes were written to the file since the last
+//! flush began, and the last one here did not take long.
 //!
-//! A flush that fails is not made again: it fails the file's [`Flusher`](crate::flusher::Flusher), and a worker that flushes
-//! for whoever waited says so.
+//! A failed flush is not repeated: it fails the file's [`Flusher`](crate::flusher::Flusher), and a worker reports the error to
+//! each request that waits.
 
 use std::io;
 use std::time::{Duration, Instant};
