@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use common::flat::{assert_same, range, read, write};
-use common::stock::{path_str, qemu_img, try_qemu_io};
+use common::stock::{User, path_str, qemu_img, try_qemu_io};
 use common::{open, open_read_only, scratch, stock, wait_until};
 use vmstrata_disk::{
     CheckOptions, CreateOptions, Disk, Error, ErrorKind, Format, LocalFiles, OpenOptions, Opener as _,
@@ -331,45 +331,17 @@ fn stock_tools_cannot_write_to_files_that_are_open_here() {
     wait_until("the file is unlocked", || stock_can_write(&top));
 }
 
-/// A `qemu-io` that has an image open until it is dropped.
-struct Holder(std::process::Child);
-
-impl Holder {
-    fn open(path: &Path, option: &[&str]) -> Self {
-        let mut child = Command::new("qemu-io")
-            .args(option)
-            .arg(path)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        // It prompts once the image is open.
-        let _ = std::io::Write::write_all(child.stdin.as_mut().unwrap(), b"length\n");
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-        assert!(line.contains("MiB"), "qemu-io said {line:?}");
-        Self(child)
-    }
-}
-
-impl Drop for Holder {
-    fn drop(&mut self) {
-        drop(self.0.stdin.take());
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn files_that_qemu_writes_are_refused_and_files_that_it_reads_are_shared() {
     let dir = scratch();
     let (base, top) = (dir.path().join("base"), dir.path().join("top"));
     qemu_img(&["create", "-q", "-f", "qcow2", path_str(&base), "1M"]);
     qcow2(&top, "base");
-    let writer = Holder::open(&base, &[]);
+    let writer = User::with(&base, &[]);
     assert_refused(&base, &["in use"]);
     assert_refused(&top, &["in use", "base"]);
     drop(writer);
-    let reader = Holder::open(&base, &["-r"]);
+    let reader = User::with(&base, &["-r"]);
     let disk = open(&top);
     disk.close().unwrap();
     drop(disk);

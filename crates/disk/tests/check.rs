@@ -3,7 +3,7 @@
 mod common;
 
 use common::scratch;
-use common::stock::{Writer, path_str, qemu_img};
+use common::stock::{User, path_str, qemu_img};
 use vmstrata_check::{Options, Repair};
 use vmstrata_disk::{CheckOptions, check};
 
@@ -12,7 +12,7 @@ fn a_writer_is_in_the_way_unless_sharing_is_forced() {
     let dir = scratch();
     let path = dir.path().join("disk.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), "1M"]);
-    let writer = Writer::on(&path);
+    let writer = User::writing(&path);
     let refused = |repair, force_share| {
         let image = Options { repair, ..Options::default() };
         let error =

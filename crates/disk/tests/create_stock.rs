@@ -9,7 +9,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use check_support::*;
-use common::stock::Writer;
+use common::stock::User;
 use vmstrata_disk::{CreateOptions, ErrorKind, Format, create};
 use vmstrata_qcow2::{CompressionType, RefcountOrder};
 use vmstrata_types::ClusterBits;
@@ -144,7 +144,7 @@ fn a_file_in_use_is_not_replaced() {
     create(&path, &sized(GIB)).unwrap();
     let inode = |path: &Path| std::os::unix::fs::MetadataExt::ino(&path.metadata().unwrap());
     let before = inode(&path);
-    let writer = Writer::on(&path);
+    let writer = User::writing(&path);
     let forced = CreateOptions { force: true, ..sized(GIB) };
     let error = create(&path, &forced).unwrap_err();
     assert!(error.to_string().contains("in use"), "{error}");

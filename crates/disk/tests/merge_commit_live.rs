@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use common::daemon::Daemon;
 use common::flat::{assert_reads, assert_same, pattern, range as bytes, some_range, write};
 use common::io::Client;
-use common::stock::{assert_clean, content, path_str, qemu_img};
+use common::stock::{User, assert_clean, content, path_str, qemu_img};
 use common::{for_seeds, open_read_only, random, scratch, wait_until};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
@@ -279,17 +279,10 @@ fn whoever_reads_a_dropped_state_keeps_it() {
     assert_reads(&reader, &guest.states[0].1, "the reader");
     drop(reader);
     // One that another process has open: a stock tool, which waits for what it is told to do.
-    let mut child = std::process::Command::new("qemu-io")
-        .args(["-r", path_str(&oldest)])
-        .stdin(std::process::Stdio::piped())
-        .stdout(std::process::Stdio::null())
-        .spawn()
-        .unwrap();
-    wait_until("the tool", || !vmstrata_disk::snapshot::holders(&oldest).is_empty());
+    let user = User::with(&oldest, &["-r"]);
     let refused = merge(&guest.disk, range(0, 0), Direction::Commit).unwrap_err();
     assert!(refused.to_string().contains("(qemu-io)"), "{refused}");
-    drop(child.stdin.take());
-    child.wait().unwrap();
+    drop(user);
     assert!(merge(&guest.disk, range(0, 0), Direction::Commit).unwrap().is_commit);
     guest.states.remove(0);
     guest.assert_reads("in the end");

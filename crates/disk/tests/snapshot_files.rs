@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _, sym
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io, snapshot_content};
+use common::stock::{User, assert_clean, content, path_str, qemu_img, qemu_io, snapshot_content};
 use vmstrata_disk::snapshot::{
     self, HolderKind, PrepareOptions, RevertOptions, SnapshotFault, SnapshotInfo, find, list, prepare,
     resolve,
@@ -425,26 +425,19 @@ fn the_users_of_the_old_file_can_use_the_new_one() {
 fn a_disk_in_use_is_left_alone_and_its_user_named() {
     let dir = common::scratch();
     let disk = new_disk(dir.path(), "web.qcow2");
-    let mut user = std::process::Command::new("qemu-io")
-        .arg(&disk)
-        .stdin(std::process::Stdio::piped())
-        .stdout(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
-    user.stdout.as_mut().unwrap().read_exact(&mut [0; 9]).unwrap();
+    let user = User::with(&disk, &[]);
     let error = take_offline(&[&disk], "mon").unwrap_err();
     match fault(&error) {
         SnapshotFault::InUse { holder } => {
             assert_eq!(
                 (holder.kind, holder.pid, &*holder.program),
-                (HolderKind::QemuTool, user.id(), "qemu-io")
+                (HolderKind::QemuTool, user.pid(), "qemu-io")
             );
         }
         other => panic!("{other}"),
     }
     assert_eq!(files(dir.path()), ["web.qcow2"]);
-    user.stdin.take().unwrap().write_all(b"quit\n").unwrap();
-    user.wait().unwrap();
+    drop(user);
     take_offline(&[&disk], "mon").unwrap();
 }
 

@@ -161,26 +161,37 @@ pub fn map(path: &Path, format: &str) -> Vec<Mapped> {
         .collect()
 }
 
-/// A stock process that has the image open for writing until it is dropped.
-pub struct Writer(Child);
+/// A stock process that has an image open until it is dropped.
+pub struct User(Child);
 
-impl Writer {
-    pub fn on(path: &Path) -> Self {
+impl User {
+    /// One that writes.
+    pub fn writing(path: &Path) -> Self {
+        Self::with(path, &["-f", "qcow2"])
+    }
+
+    /// One that opens the image with these options of `qemu-io`.
+    pub fn with(path: &Path, options: &[&str]) -> Self {
         let mut child = Command::new("qemu-io")
-            .args(["-f", "qcow2", path.to_str().unwrap()])
+            .args(options)
+            .arg(path)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        // It asks for commands once it has the image, and its lock.
+        // It asks for commands once it has the image, and its lock. Before, it opens and closes the file more than once.
         let mut prompt = [0; 7];
         child.stdout.as_mut().unwrap().read_exact(&mut prompt).unwrap();
         assert_eq!(&prompt, b"qemu-io");
         Self(child)
     }
+
+    pub fn pid(&self) -> u32 {
+        self.0.id()
+    }
 }
 
-impl Drop for Writer {
+impl Drop for User {
     fn drop(&mut self) {
         drop(self.0.stdin.take());
         self.0.wait().unwrap();
