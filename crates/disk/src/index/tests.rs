@@ -152,19 +152,24 @@ fn fine_leaves_are_there_where_words_are_split() {
     let some = |numbers: &[usize]| (0..32).map(|number| numbers.contains(&number)).collect::<Vec<_>>();
     let plain = kit.extend(&layer(kit.dir.path(), "0", None, 17, &[0, 6 << 20]), None);
     assert_eq!((plain.fine.leaves(), plain.units().get(Level::Second)), (0, None));
-    let path = split_layer(kit.dir.path(), "1", Some("0"), 4096, &[1 << 20, 30 << 20]);
-    let first = kit.extend(&path, Some(&plain));
-    assert_eq!(kit.second_level(&first), some(&[0, 15]));
-    let mut path = split_layer(kit.dir.path(), "2", Some("1"), 128 << 10, &[30 << 20, 8 << 20]);
-    let mut full = kit.extend(&path, Some(&first));
-    for number in 3.. {
-        if full.kind() == IndexKind::Full {
-            break;
+    // Writes a layer, and empty ones on it until one has a full index.
+    let mut number = 0;
+    let mut full_above = |below: &Index, len, writes: &[u64]| {
+        let (mut writes, mut index) = (writes, None);
+        loop {
+            let below_name = number.to_string();
+            number += 1;
+            let path = split_layer(kit.dir.path(), &number.to_string(), Some(&below_name), len, writes);
+            let next = kit.extend(&path, Some(index.as_ref().unwrap_or(below)));
+            if next.kind() == IndexKind::Full {
+                return (path, next);
+            }
+            (writes, index) = (&[], Some(next));
         }
-        let (name, below) = (format!("{number}"), format!("{}", number - 1));
-        path = split_layer(kit.dir.path(), &name, Some(&below), 4096, &[]);
-        full = kit.extend(&path, Some(&full));
-    }
+    };
+    let (_, first) = full_above(&plain, 4096, &[1 << 20, 30 << 20]);
+    assert_eq!(kit.second_level(&first), some(&[0, 15]));
+    let (path, full) = full_above(&first, 128 << 10, &[30 << 20, 8 << 20]);
     assert_eq!(kit.second_level(&full), some(&[0]), "clusters that are whole again have none");
     assert_eq!(full.fine.get(0), first.fine.get(0), "a leaf that says the same is shared");
     let Found::Whole(loaded) = kit.load(&path) else { panic!("not found") };

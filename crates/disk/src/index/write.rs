@@ -202,7 +202,8 @@ impl<'a> Writer<'a> {
     fn delta(&self) -> Result<Option<(&'a Index, Delta)>> {
         let is_below = |index: &&Index| {
             index.layer().index() + 1 == self.root.layer.index()
-                && index.units() == self.units
+                // An index without records has none in another unit.
+                && (index.units() == self.units || index.deltas.is_empty())
                 && index.map.leaves() == self.map.leaves()
         };
         let Some(below) = self.nearest.filter(is_below) else { return Ok(None) };
