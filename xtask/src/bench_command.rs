@@ -24,7 +24,7 @@ enum What {
     /// Stock QEMU, vmstrata and the floor over chains of several lengths.
     Chain(ChainBench),
     /// A disk of one layer, and what a snapshot every few seconds costs (30 GiB of files).
-    Fresh(PlainBench),
+    Fresh(FreshBench),
     /// Disks whose 4 KiB blocks lie all over a long history, beside a fresh one (20 GiB of files).
     Fragmented(PlainBench),
     /// A thousand snapshots of a live 50 GiB disk: what a guest feels, opening, differences, bytes.
@@ -52,6 +52,15 @@ struct PlainBench {
     /// Print only; write no file below docs, nor README.md.
     #[arg(long)]
     no_write: bool,
+}
+
+#[derive(Args)]
+struct FreshBench {
+    /// Only these parts; prints, writes nothing.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<fresh::Part>,
+    #[command(flatten)]
+    plain: PlainBench,
 }
 
 #[derive(Args)]
@@ -151,11 +160,13 @@ impl Bench {
                 let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
                 fragmented::run(&fragmented::Options { rounds, publish, ..usual }).map(|_| ())
             }
-            What::Fresh(bench) => {
+            What::Fresh(FreshBench { only, plain: bench }) => {
                 let dir = bench.dir(root, "fresh");
                 let usual = if bench.quick { fresh::Options::quick(dir) } else { fresh::Options::full(dir) };
-                let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
-                fresh::run(&fresh::Options { rounds, publish, ..usual }).map(|_| ())
+                let publish = bench.publish(root).filter(|_| only.is_empty());
+                let parts = if only.is_empty() { usual.parts } else { only };
+                let rounds = bench.rounds.unwrap_or(usual.rounds);
+                fresh::run(&fresh::Options { rounds, publish, parts, ..usual }).map(|_| ())
             }
             What::History(bench) => history::run(&bench.options(root)).map(|_| ()),
             What::Memory(bench) => memory::run(&bench.options(root)?).map(|_| ()),

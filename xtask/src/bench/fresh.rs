@@ -48,6 +48,21 @@ pub(super) const TURNS: u64 = 6;
 pub(super) const COUNTED: usize = 1000;
 pub(super) const LARGE: u64 = 50 << 30;
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Part {
+    /// Reads and overwrites of a full disk.
+    OneLayer,
+    /// Of an overlay, by time.
+    FirstWrites,
+    /// Of an overlay, by bytes.
+    Counted,
+    Snapshots,
+}
+
+impl Part {
+    const ALL: [Self; 4] = [Self::OneLayer, Self::FirstWrites, Self::Counted, Self::Snapshots];
+}
+
 /// What the command line asks for.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -61,6 +76,7 @@ pub struct Options {
     pub every: Duration,
     /// Snapshots in a round.
     pub snapshots: usize,
+    pub parts: Vec<Part>,
     /// Where files are made, and removed at the end.
     pub dir: PathBuf,
     /// Root of the repository, to write results into; `None` prints only.
@@ -71,13 +87,15 @@ impl Options {
     /// The benchmark of the bounds.
     pub fn full(dir: PathBuf) -> Self {
         let (turn, every) = (Duration::from_millis(250), Duration::from_secs(4));
-        Self { size: 4 << 30, rounds: 5, turn, every, snapshots: 5, dir, publish: None }
+        let parts = Part::ALL.to_vec();
+        Self { size: 4 << 30, rounds: 5, turn, every, snapshots: 5, parts, dir, publish: None }
     }
 
     /// Everything once, small; its figures mean little.
     pub fn quick(dir: PathBuf) -> Self {
         let (turn, every) = (Duration::from_millis(50), Duration::from_millis(200));
-        Self { size: 256 << 20, rounds: 1, turn, every, snapshots: 2, dir, publish: None }
+        let parts = Part::ALL.to_vec();
+        Self { size: 256 << 20, rounds: 1, turn, every, snapshots: 2, parts, dir, publish: None }
     }
 }
 
@@ -120,10 +138,14 @@ pub fn run(options: &Options) -> Result<Report> {
     fs::create_dir_all(&options.dir)?;
     let dir = tempfile::Builder::new().prefix("fresh-").tempdir_in(&options.dir)?;
     let mut report = Report::new("qemu-storage-daemon", parameters(options));
-    one_layer(options, dir.path(), &mut report)?;
-    first_writes(options, dir.path(), &mut report)?;
-    counted(dir.path(), &mut report)?;
-    snapshots(options, dir.path(), &mut report)?;
+    for part in &options.parts {
+        match part {
+            Part::OneLayer => one_layer(options, dir.path(), &mut report)?,
+            Part::FirstWrites => first_writes(options, dir.path(), &mut report)?,
+            Part::Counted => counted(dir.path(), &mut report)?,
+            Part::Snapshots => snapshots(options, dir.path(), &mut report)?,
+        }
+    }
     SHOWN.publish(options.publish.as_deref(), &report)?;
     Ok(report)
 }
