@@ -143,8 +143,8 @@ pub struct NewImage {
     pub file_len: u64,
 }
 
-/// What of a refcount table is written at once: a block of most file systems.
-const TABLE_PIECE: u64 = 4096;
+/// What of refcounts is written at once: a block of most file systems.
+const COUNTS_PIECE: usize = 4096;
 
 /// Lays out an empty image.
 ///
@@ -161,15 +161,19 @@ pub fn new_image(options: &CreateOptions) -> Result<NewImage, CreateError> {
     let first_cluster = encode_header(&mut header, options)?;
     let clusters: Vec<Vec<u8>> = refcounts.bytes(bits, |cluster| u64::from(cluster < end)).collect();
     let (table, blocks) = clusters.split_at(refcounts.table as usize);
-    let mut table = table.concat();
-    // What is beyond takes no space: it counts clusters of a file of terabytes.
-    table.truncate((refcounts.blocks * ENTRY_LEN).next_multiple_of(TABLE_PIECE) as usize);
     let parts = vec![
-        (at(refcounts.first), table),
-        (at(refcounts.first + refcounts.table), blocks.concat()),
+        (at(refcounts.first), without_tail(table.concat())),
+        (at(refcounts.first + refcounts.table), without_tail(blocks.concat())),
         (HostOffset::ZERO, first_cluster),
     ];
     Ok(NewImage { header, parts, file_len: at(end).get() })
+}
+
+/// What is beyond takes no space: it counts clusters that the file does not have yet.
+fn without_tail(mut counts: Vec<u8>) -> Vec<u8> {
+    let used = counts.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+    counts.truncate(used.next_multiple_of(COUNTS_PIECE));
+    counts
 }
 
 fn check(options: &CreateOptions) -> Result<(), CreateError> {
