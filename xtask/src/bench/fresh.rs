@@ -290,11 +290,15 @@ fn counted(dir: &Path, report: &mut Report) -> Result<()> {
     let mut side = Side::start(Kind::Vmstrata, &path)?;
     let server = side.server.as_ref().context("a server")?;
     let (pid, control) = (server.id(), server.control());
+    let mut take = Vmstrata { disk: path.clone(), control: control.clone() };
+    // With it the base gets its index, which all snapshots share.
+    take.take("first")?;
+    wait_until_finalized(&control)?;
     let before = written_by(pid)?;
     let access = Access::Share { round: 0, count: COUNTED as u64 };
     let load = Load { access, fua: false, block: BLOCK, depth: 1, time: Duration::MAX, seed: 0 };
     side.client.run(&load)?;
-    Vmstrata { disk: path.clone(), control: control.clone() }.take("counted")?;
+    take.take("counted")?;
     wait_until_finalized(&control)?;
     let bytes = written_by(pid)? - before;
     let added = added_by(&backing_file(&path)?)?;
