@@ -191,6 +191,15 @@ impl Disk {
         }
     }
 
+    /// Whether its active layer holds anything: whether there was a write or a discard since the last snapshot.
+    pub fn has_written(&self) -> bool {
+        match &self.layers_now().top {
+            Top::Qcow2(active) => active.tables_end() > 0,
+            Top::Raw(_) => true,
+            Top::Frozen => false,
+        }
+    }
+
     /// Whether this disk excludes others from `file` while it is open: from opening it, or with `writes`, from writing it.
     pub fn excludes(&self, file: FileId, writes: bool) -> bool {
         let is_layer = || {

@@ -420,3 +420,39 @@ fn a_snapshot_that_is_refused_leaves_no_journal() {
     disk.close().unwrap();
     assert_eq!(count(), 0);
 }
+
+#[test]
+fn a_disk_tells_whether_anything_was_written_since_its_last_snapshot() {
+    let dir = scratch();
+    let path = disk_in(dir.path(), "qcow2", &[]);
+    let disk = open(&path);
+    assert!(!disk.has_written());
+    for (step, clear) in [false, true, false].into_iter().enumerate() {
+        if clear {
+            disk.discard(common::flat::range(0, SIZE)).unwrap();
+        } else {
+            write(&disk, 4096, b"something").unwrap();
+        }
+        assert!(disk.has_written(), "{step}");
+        disk.snapshot(&named(step)).unwrap();
+        assert!(!disk.has_written(), "{step}");
+    }
+    write(&disk, 0, b"more").unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    assert!(open(&path).has_written());
+}
+
+#[test]
+fn a_disk_that_is_told_to_refuses_writes_and_flushes_and_is_read() {
+    let dir = scratch();
+    let disk = open(&disk_in(dir.path(), "qcow2", &[]));
+    write(&disk, 0, b"before").unwrap();
+    disk.refuse_writes("another host has it");
+    disk.refuse_writes("a later cause");
+    for refused in [write(&disk, 0, b"after!"), disk.flush(), disk.snapshot(&named("late")).map(drop)] {
+        assert!(refused.unwrap_err().to_string().contains("another host has it"));
+    }
+    assert_eq!(read(&disk, 0, 6).unwrap(), b"before");
+    assert_eq!(disk.failure().as_deref(), Some("another host has it"));
+}

@@ -174,19 +174,25 @@ impl Disk {
 
     /// Fails the disk: it takes no more writes. Returns the error.
     pub(crate) fn fail(&self, error: Error) -> Error {
-        let mut doing = self.state.doing.lock();
-        if doing.failure.is_none() {
-            let cause = doing.failure.insert(error.to_string()).clone();
-            let (open, failed) = (Service::Open as u8, Service::Failed as u8);
-            let _ = self.state.service.compare_exchange(open, failed, Ordering::AcqRel, Ordering::Acquire);
-            let tell = doing.when_failed.take();
-            drop(doing);
-            tracing::error!(disk = %self.path.display(), %error, "the disk has failed: it takes no more writes");
-            tell.into_iter().for_each(|tell| tell(&cause));
-        }
+        self.refuse_writes(&error.to_string());
         // What their journals lead to may never have reached the disk, copied-up bytes among it.
         self.layers_now().remove_lost_journals();
         error
+    }
+
+    /// Has the disk take no more writes, for `cause`. The first cause counts.
+    pub fn refuse_writes(&self, cause: &str) {
+        let mut doing = self.state.doing.lock();
+        if doing.failure.is_some() {
+            return;
+        }
+        doing.failure = Some(cause.to_owned());
+        let (open, failed) = (Service::Open as u8, Service::Failed as u8);
+        let _ = self.state.service.compare_exchange(open, failed, Ordering::AcqRel, Ordering::Acquire);
+        let tell = doing.when_failed.take();
+        drop(doing);
+        tracing::error!(disk = %self.path.display(), error = cause, "the disk has failed: it takes no more writes");
+        tell.into_iter().for_each(|tell| tell(cause));
     }
 
     /// Fails the disk after an error that it cannot go on from: what is on stable storage is unknown, or another program changed
