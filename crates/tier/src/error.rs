@@ -1,11 +1,12 @@
 //! What a tier refuses, or could not do.
 
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 use vmstrata_repo::ObjectName;
 
-use crate::head::Head;
+use crate::head::{EpochNumber, Head};
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -56,11 +57,89 @@ pub enum Error {
         repository: String,
     },
     /// Another copy of the disk publishes here.
-    #[error("{repository}: copy {} of the disk publishes here since generation {}; see {}", by.owner, by.generation, by.number)]
+    #[error(
+        "{repository}: copy {} of the disk publishes here since generation {} ({}): if its host is off, take the disk over with `vmstrata tier takeover`",
+        by.owner, by.generation, by.number
+    )]
     Fenced {
         /// The repository.
         repository: String,
         /// What it published.
         by: Box<Head>,
     },
+    /// A file of this host or of the disk's directory.
+    #[error("{}: cannot {action}: {source}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What was tried, as a verb with its object.
+        action: &'static str,
+        /// What the host said.
+        source: io::Error,
+    },
+    /// The host's copy of a disk is in use.
+    #[error("{}: another process has this copy of the disk open", copy.display())]
+    Held {
+        /// Its directory.
+        copy: PathBuf,
+    },
+    /// An image that cannot become a layer as it is.
+    #[error("{} cannot be tiered: {why}", path.display())]
+    NotAttachable {
+        /// The image.
+        path: PathBuf,
+        /// Why not.
+        why: String,
+    },
+    /// A file in the place of the overlay that leads to the newest head.
+    #[error(
+        "{} is another image than the disk in {}: give it another name", path.display(), repository.display()
+    )]
+    Foreign {
+        /// The file, which stays.
+        path: PathBuf,
+        /// The repository of the disk that has this path.
+        repository: PathBuf,
+    },
+    /// A copy of a disk that lacks what it published.
+    #[error(
+        "{}: this copy of the disk is older than epoch {epoch}, which it published: it was restored or its layers are gone; take the disk over with `vmstrata tier takeover`",
+        copy.display()
+    )]
+    OldCopy {
+        /// Its directory.
+        copy: PathBuf,
+        /// What is published.
+        epoch: EpochNumber,
+    },
+    /// A disk that nobody has to take over.
+    #[error("{}: this host's copy publishes the disk: serve it", copy.display())]
+    OwnCopy {
+        /// Its directory.
+        copy: PathBuf,
+    },
+    /// A disk whose engine has ended.
+    #[error("{0}")]
+    NotPublished(String),
+}
+
+impl Error {
+    /// For `map_err`: `action` with the file at `path` failed.
+    pub(crate) fn of_file<'a>(path: &'a Path, action: &'static str) -> impl FnOnce(io::Error) -> Self + 'a {
+        move |source| Self::File { path: path.to_owned(), action, source }
+    }
+
+    /// The error and its causes, leaving out a cause whose words the error above it has already.
+    pub(crate) fn told(&self) -> String {
+        let mut told = self.to_string();
+        let mut cause = std::error::Error::source(self);
+        while let Some(next) = cause {
+            let words = next.to_string();
+            if !told.contains(&words) {
+                told = format!("{told}: {words}");
+            }
+            cause = next.source();
+        }
+        told
+    }
 }

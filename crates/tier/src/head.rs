@@ -18,6 +18,8 @@ pub const HEAD_BYTES_MAX: u64 = 1 << 20;
 const COUNT_MAX: u64 = 999_999_999_999;
 /// Begins the names of heads.
 pub(crate) const HEAD_PREFIX: &str = "head-";
+/// Begins the names of the snapshots that are epochs.
+const EPOCH_PREFIX: &str = "epoch-";
 /// Ends the names of layers.
 const LAYER_SUFFIX: &str = ".qcow2";
 const VERSION: u32 = 1;
@@ -89,6 +91,17 @@ impl EpochNumber {
     /// The number of the next epoch.
     pub fn next(self) -> Self {
         Self(self.0 + 1)
+    }
+
+    /// What the snapshot of the disk is called that this epoch is.
+    pub fn snapshot_name(self) -> String {
+        format!("{EPOCH_PREFIX}{self}")
+    }
+
+    /// The number of the epoch that the snapshot of this name is.
+    pub fn of(name: &str) -> Option<Self> {
+        let number = Self(name.strip_prefix(EPOCH_PREFIX)?.parse().ok()?);
+        (number.0 <= COUNT_MAX && number.snapshot_name() == name).then_some(number)
     }
 }
 
@@ -246,19 +259,19 @@ pub fn is_object_name(name: &str) -> bool {
 }
 
 /// Values that are stored as their text.
-mod as_text {
+pub(crate) mod as_text {
     use std::fmt::Display;
     use std::str::FromStr;
 
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};
 
-    pub(super) fn serialize<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(value)
     }
 
     /// Takes no other text than [`serialize`] makes.
-    pub(super) fn deserialize<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+    pub(crate) fn deserialize<'de, T, D>(deserializer: D) -> Result<T, D::Error>
     where
         T: Display + FromStr,
         T::Err: Display,
@@ -341,6 +354,14 @@ mod tests {
         assert!(is_object_name(layer.as_str()) && is_object_name("head-000000000012"));
         for other in ["web.qcow2", "7.qcow2", "head-12", &layer.as_str().to_uppercase(), "lock"] {
             assert!(!is_object_name(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn a_snapshot_that_is_no_epoch_has_no_number() {
+        assert_eq!(EpochNumber::of(&EpochNumber(12).snapshot_name()), Some(EpochNumber(12)));
+        for other in ["epoch-", "epoch-012", "epoch-+1", "epoch-1000000000000", "12", "daily"] {
+            assert_eq!(EpochNumber::of(other), None, "{other}");
         }
     }
 

@@ -6,6 +6,9 @@
 //!
 //! | module | what it knows |
 //! |---|---|
+//! | [`tiered`](Tiered) | when a disk is cut and published, and what is not |
+//! | [`place`](Place) | where the parts of a tiered disk lie |
+//! | `attach` | an ordinary image as the first layer, and the disk's path |
 //! | [`dense`](ship_state) | a state of a disk as a qcow2 file that holds no more than it must |
 //! | [`head`](Head) | what a head says, and its bytes |
 //! | [`publisher`](Publisher) | who publishes, and that nobody else does |
@@ -16,11 +19,14 @@
 
 #![forbid(unsafe_code)]
 
+mod attach;
 mod dense;
 mod error;
 mod head;
 mod object;
+mod place;
 mod publisher;
+mod tiered;
 
 pub use dense::ship_state;
 pub use error::{Error, Result};
@@ -29,4 +35,6 @@ pub use head::{
     is_object_name,
 };
 pub use object::{Shipment, ship};
+pub use place::{Place, repository_of};
 pub use publisher::{Claim, Publisher, newest};
+pub use tiered::{TierOptions, TierState, TierStatus, Tiered, take_over};

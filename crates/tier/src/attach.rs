@@ -1,0 +1,155 @@
+//! An ordinary image becomes the first layer in a repository, and its path an overlay on the newest.
+//!
+//! Nothing is copied: the image gets a second name, in the repository, and is read once for its digest. Its first name leads to it
+//! until an overlay takes its place.
+
+use std::fs::{self, File, Permissions};
+use std::io::Read as _;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
+use std::path::Path;
+use std::sync::Arc;
+
+use vmstrata_disk::snapshot::now_ns;
+use vmstrata_disk::{
+    AtomicFile, Disk, Error as DiskError, Format, LayerHead, OpenOptions, Resources, probe_layer,
+};
+use vmstrata_qcow2::create::new_image;
+use vmstrata_qcow2::{CreateError, CreateOptions, Incompatible, NewBacking};
+use vmstrata_store::FileId;
+
+use crate::error::{Error, Result};
+use crate::head::{Epoch, EpochNumber, Object, ObjectId};
+use crate::place::{Place, sync_directory};
+
+/// Bytes of an image that are read at once.
+const PIECE: usize = 1 << 20;
+/// What people and stock tools may do with published files.
+const READ_ONLY: u32 = 0o444;
+
+/// Refuses an image that cannot become a layer as it is.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn check_image(path: &Path) -> Result<()> {
+    let head = probe_layer(path, None)?;
+    match why_not(&head) {
+        Some(why) => Err(Error::NotAttachable { path: path.to_owned(), why }),
+        None => Ok(()),
+    }
+}
+
+fn why_not(head: &LayerHead) -> Option<String> {
+    let Some(header) = &head.header else {
+        return Some("it is raw: convert it to qcow2 first (`qemu-img convert -O qcow2`)".to_owned());
+    };
+    if let Some(name) = &head.backing_name {
+        let name = name.to_string_lossy();
+        return Some(format!(
+            "it stands on {name}, and its repository must have all of it: flatten it first"
+        ));
+    }
+    if header.incompatible.contains(Incompatible::EXTERNAL_DATA) {
+        return Some(
+            "its data lies in another file: convert it first (`qemu-img convert -O qcow2`)".to_owned(),
+        );
+    }
+    (header.crypt_method != 0).then(|| "it is encrypted".to_owned())
+}
+
+/// Gives the image at the disk's path a name in the repository. Returns the epoch that it is, and what keeps others from writing it.
+///
+/// # Errors
+/// An image that cannot become a layer, or that is in use; whatever the host reports.
+pub(crate) fn adopt(
+    place: &Place,
+    open: &OpenOptions,
+    resources: &Arc<Resources>,
+) -> Result<(Epoch, Arc<Disk>)> {
+    let path = &place.path;
+    check_image(path)?;
+    let open = OpenOptions { format: Some(Format::Qcow2), read_only: false, ..open.clone() };
+    // Takes up the journal of a killed writer.
+    Disk::open(path, &open, resources)?.close()?;
+    // Nobody writes it from here on.
+    let held = Disk::open(path, &OpenOptions { read_only: true, ..open }, resources)?;
+    let (id, in_file) = (ObjectId::draw(), |action| Error::of_file(path, action));
+    let (bytes, blake3) = digest(path)?;
+    fs::hard_link(path, place.repository.join(id.layer_name().as_str()))
+        .and_then(|()| sync_directory(&place.repository))
+        .map_err(in_file("name it in its repository"))?;
+    let number = EpochNumber::NONE.next();
+    let objects = vec![Object { id, bytes, blake3 }];
+    Ok((Epoch { number, time_ns: now_ns(), size: held.size(), objects }, held))
+}
+
+/// Has the first layer refuse writes by its mode, as all published files do.
+///
+/// # Errors
+/// Whatever the host reports.
+pub(crate) fn seal(place: &Place, epoch: &Epoch) -> Result<()> {
+    let layer = place.repository.join(epoch.objects[0].id.layer_name().as_str());
+    fs::set_permissions(&layer, Permissions::from_mode(READ_ONLY))
+        .map_err(Error::of_file(&layer, "make it read-only"))
+}
+
+fn digest(path: &Path) -> Result<(u64, blake3::Hash)> {
+    let read = || {
+        let (mut file, mut hash, mut piece) = (File::open(path)?, blake3::Hasher::new(), vec![0; PIECE]);
+        loop {
+            match file.read(&mut piece)? {
+                0 => return Ok((hash.count(), hash.finalize())),
+                len => _ = hash.update(&piece[..len]),
+            }
+        }
+    };
+    read().map_err(Error::of_file(path, "read"))
+}
+
+/// Makes the disk's path lead to an empty overlay on the newest layer of an epoch.
+///
+/// # Errors
+/// Another image at the path; whatever the host reports.
+pub(crate) fn point_at(place: &Place, epoch: &Epoch) -> Result<()> {
+    let path = &place.path;
+    check_own(place, epoch)?;
+    let newest = epoch.objects.last().expect("an epoch that was published has a layer");
+    let below = in_repository(place, newest.id);
+    let backing =
+        NewBacking { name: below.as_os_str().as_bytes().to_vec(), format: Some("qcow2".to_owned()) };
+    let options = CreateOptions { backing: Some(backing), ..CreateOptions::new(epoch.size) };
+    let image = new_image(&options).map_err(|error: CreateError| DiskError::from(error))?;
+    let draft = AtomicFile::beside(path)?;
+    let write = || {
+        draft.file.set_len(image.file_len)?;
+        image.parts.iter().try_for_each(|(at, bytes)| draft.file.write_all_at(bytes, at.get()))?;
+        draft.file.set_permissions(Permissions::from_mode(READ_ONLY))
+    };
+    write().map_err(Error::of_file(path, "make the overlay"))?;
+    Ok(draft.publish(path, true)?)
+}
+
+/// The name of a layer, from the directory of the disk's path.
+fn in_repository(place: &Place, id: ObjectId) -> std::path::PathBuf {
+    let directory = place.repository.file_name().expect("made of a file's name");
+    Path::new(directory).join(id.layer_name().as_str())
+}
+
+/// Refuses a file at the disk's path that is neither an overlay on its repository nor the image that became a layer.
+///
+/// # Errors
+/// [`Error::Foreign`]; a file that cannot be read.
+pub(crate) fn check_own(place: &Place, epoch: &Epoch) -> Result<()> {
+    let Some(found) = FileId::at(&place.path) else { return Ok(()) };
+    let first = epoch.objects.first().map(|first| place.repository.join(first.id.layer_name().as_str()));
+    if first.is_some_and(|first| FileId::at(&first) == Some(found)) {
+        return Ok(());
+    }
+    let head = probe_layer(&place.path, None)?;
+    let directory = place.repository.file_name().map(Path::new);
+    let below = head.backing_name.as_ref().and_then(|name| Path::new(name).parent());
+    if below.is_some() && below == directory {
+        return Ok(());
+    }
+    Err(Error::Foreign { path: place.path.clone(), repository: place.repository.clone() })
+}

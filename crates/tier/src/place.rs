@@ -1,0 +1,200 @@
+//! Where the parts of a tiered disk lie, and what this host keeps of one.
+//!
+//! ```text
+//!   /mnt/nas/vms/web.qcow2                   the disk's path: an overlay on the newest head, for people and stock tools
+//!   /mnt/nas/vms/web.qcow2.tier/             its repository
+//!   /var/lib/vmstrata/web-1f0c66ab/          this host's copy: `lock`, `copy.json`,
+//!       web.qcow2, web.epoch-7.qcow2         the active layer, and frozen epochs
+//! ```
+//!
+//! Invariants: one process at a time holds a copy. `copy.json` has its owner's id before that claims the disk, and the epoch that
+//! the copy stands on once there is a layer that takes writes.
+
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, File, TryLockError};
+use std::io::{self, ErrorKind, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use vmstrata_disk::AtomicFile;
+use vmstrata_repo::{DirectoryRepository, Repository};
+
+use crate::error::{Error, Result};
+use crate::head::{EpochNumber, OwnerId, as_text, is_object_name};
+
+const VERSION: u32 = 1;
+const COPY: &str = "copy.json";
+/// More than a copy has.
+const COPY_BYTES_MAX: u64 = 4096;
+
+/// The paths of a tiered disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The disk's own, with no link in it.
+    pub path: PathBuf,
+    /// The directory of its repository.
+    pub repository: PathBuf,
+    /// The directory of this host's copy.
+    pub local: PathBuf,
+}
+
+impl Place {
+    /// The disk at `path`, of which this host keeps its copy in a directory of `tier`.
+    ///
+    /// # Errors
+    /// A path that leads nowhere.
+    pub fn of(path: &Path, tier: &Path) -> Result<Self> {
+        let path = real(path).map_err(Error::of_file(path, "find the disk"))?;
+        let tier = std::path::absolute(tier).map_err(Error::of_file(tier, "find the directory"))?;
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+        let id = blake3::hash(path.as_os_str().as_bytes()).to_hex();
+        let local = tier.join(format!("{stem}-{}", &id[..8]));
+        Ok(Self { repository: repository_of(&path), local, path })
+    }
+
+    /// The file that takes the guest's writes.
+    pub fn disk(&self) -> PathBuf {
+        self.local.join(self.path.file_name().unwrap_or_default()).with_extension("qcow2")
+    }
+
+    /// The repository, if there is one.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub fn open_repository(&self) -> Result<Option<Arc<dyn Repository>>> {
+        match DirectoryRepository::open(&self.repository, is_object_name) {
+            Ok(repository) => Ok(Some(Arc::new(repository))),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Makes the directory of the repository, for this user alone.
+    pub(crate) fn make_repository(&self) -> Result<Arc<dyn Repository>> {
+        make_private(&self.repository).map_err(Error::of_file(&self.repository, "make the repository"))?;
+        self.open_repository()?
+            .ok_or_else(|| Error::NoHead { repository: self.repository.display().to_string() })
+    }
+}
+
+/// The directory of the repository of the disk at `path`.
+pub fn repository_of(path: &Path) -> PathBuf {
+    let mut name = OsString::from(path);
+    name.push(".tier");
+    name.into()
+}
+
+/// The path without links; its file need not be there.
+fn real(path: &Path) -> io::Result<PathBuf> {
+    match path.canonicalize() {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let (path, no_file) = (std::path::absolute(path)?, || ErrorKind::IsADirectory);
+            let (parent, name) = path.parent().zip(path.file_name()).ok_or_else(no_file)?;
+            Ok(parent.canonicalize()?.join(name))
+        }
+        found => found,
+    }
+}
+
+fn make_private(path: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
+        _ => sync_directory(path.parent().unwrap_or(Path::new("/"))),
+    }
+}
+
+pub(crate) fn sync_directory(path: &Path) -> io::Result<()> {
+    File::open(path)?.sync_all()
+}
+
+/// What `copy.json` says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Record {
+    version: u32,
+    /// Who writes the copy.
+    #[serde(with = "as_text")]
+    pub(crate) owner: OwnerId,
+    /// The epoch in the repository that the copy stands on; none before it was made.
+    pub(crate) base: Option<EpochNumber>,
+}
+
+/// This host's copy of a disk, held until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Copy {
+    place: Place,
+    record: Option<Record>,
+    _lock: File,
+}
+
+impl Copy {
+    /// Holds the copy of a disk, which is made if there is none.
+    ///
+    /// # Errors
+    /// One that another process holds; whatever the host reports.
+    pub(crate) fn hold(place: &Place) -> Result<Self> {
+        let failed = |action| Error::of_file(&place.local, action);
+        let tier = place.local.parent().unwrap_or(Path::new("/"));
+        fs::create_dir_all(tier).map_err(Error::of_file(tier, "make the directory"))?;
+        make_private(&place.local).map_err(failed("make the directory"))?;
+        let lock = File::options().create(true).truncate(false).write(true).open(place.local.join("lock"));
+        let lock = lock.map_err(failed("lock the copy"))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(Error::Held { copy: place.local.clone() }),
+            Err(TryLockError::Error(error)) => return Err(failed("lock the copy")(error)),
+        }
+        Ok(Self { record: read(place)?, place: place.clone(), _lock: lock })
+    }
+
+    pub(crate) fn record(&self) -> Option<&Record> {
+        self.record.as_ref()
+    }
+
+    /// Notes on stable storage whose copy this is, and what it stands on.
+    pub(crate) fn note(&mut self, owner: OwnerId, base: Option<EpochNumber>) -> Result<()> {
+        let record = Record { version: VERSION, owner, base };
+        let path = self.place.local.join(COPY);
+        let mut draft = AtomicFile::beside(&path)?;
+        let text = serde_json::to_vec(&record).expect("plain data");
+        draft.file.write_all(&text).map_err(Error::of_file(&path, "write"))?;
+        draft.publish(&path, true)?;
+        self.record = Some(record);
+        Ok(())
+    }
+
+    /// Puts the copy away under another name, which is returned, and holds a new one.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub(crate) fn set_aside(self) -> Result<(PathBuf, Self)> {
+        let Self { place, record, .. } = self;
+        let owner = record.expect("a copy that somebody wrote").owner.to_string();
+        let aside = format!("{}.branch-{}", place.local.display(), &owner[..8]);
+        let aside = PathBuf::from(aside);
+        let failed = |action| Error::of_file(&place.local, action);
+        fs::rename(&place.local, &aside).map_err(failed("put the copy aside"))?;
+        Ok((aside, Self::hold(&place)?))
+    }
+}
+
+fn read(place: &Place) -> Result<Option<Record>> {
+    let path = place.local.join(COPY);
+    let failed = |error| Err(Error::of_file(&path, "read")(error));
+    match fs::metadata(&path) {
+        Ok(about) if about.len() > COPY_BYTES_MAX => return failed(ErrorKind::FileTooLarge.into()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        _ => {}
+    }
+    let record: Record = match fs::read(&path).and_then(|text| Ok(serde_json::from_slice(&text)?)) {
+        Ok(record) => record,
+        Err(error) => return failed(error),
+    };
+    if record.version != VERSION {
+        return failed(io::Error::other(format!("it is of version {}, not {VERSION}", record.version)));
+    }
+    Ok(Some(record))
+}

@@ -1,0 +1,84 @@
+//! Hosts of a tiered disk, and a guest whose writes tell how many there were.
+
+#![allow(dead_code, reason = "each test binary uses its own part of this")]
+#![allow(unreachable_pub, missing_docs, reason = "shared by test binaries only")]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
+use vmstrata_repo::{DirectoryRepository, Repository};
+use vmstrata_tier::{Error, Head, Place, TierOptions, Tiered, is_object_name, newest, repository_of};
+
+use crate::common::flat::assert_same;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img};
+
+pub const SIZE: u64 = 64 << 20;
+const BLOCK: u64 = 4096;
+
+/// The block of the write with this number; a state between two writes follows from how many there were.
+pub fn place(number: u64) -> u64 {
+    number.wrapping_mul(0x9e37_79b9_7f4a_7c15) % (SIZE / BLOCK) * BLOCK
+}
+
+pub fn block(number: u64) -> Vec<u8> {
+    number.to_le_bytes().repeat(BLOCK as usize / 8)
+}
+
+/// How many writes made this content; panics where no number of them did.
+pub fn writes_of(content: &[u8]) -> u64 {
+    let first_word = |block: &[u8]| u64::from_le_bytes(block[..8].try_into().unwrap());
+    let count = content.chunks(BLOCK as usize).map(first_word).max().unwrap();
+    let mut expected = vec![0; content.len()];
+    for number in 1..=count {
+        let at = place(number) as usize;
+        expected[at..at + BLOCK as usize].copy_from_slice(&block(number));
+    }
+    assert_same(content, &expected, 0, "after a whole number of writes");
+    count
+}
+
+/// An ordinary image of a stock tool.
+pub fn image(dir: &Path) -> PathBuf {
+    let path = dir.join("web.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), &SIZE.to_string()]);
+    path
+}
+
+/// Opens the disk on the host that keeps its copies in `tier`. It is cut when it is asked to be.
+pub fn host(path: &Path, tier: &Path) -> Result<(Arc<Disk>, Tiered), Error> {
+    host_with(path, tier, Duration::from_secs(600))
+}
+
+pub fn host_with(path: &Path, tier: &Path, window: Duration) -> Result<(Arc<Disk>, Tiered), Error> {
+    let place = Place::of(path, tier)?;
+    let resources = Resources::new(ResourceOptions::default());
+    let options = TierOptions { window, ..TierOptions::default() };
+    Tiered::open(&place, options, &OpenOptions::default(), &resources)
+}
+
+/// Takes the disk over; returns where the host's copy of before was put.
+pub fn take_over(path: &Path, tier: &Path) -> Result<Option<PathBuf>, Error> {
+    let resources = Resources::new(ResourceOptions::default());
+    let place = Place::of(path, tier)?;
+    vmstrata_tier::take_over(&place, &OpenOptions::default(), &resources).map(|(_, aside)| aside)
+}
+
+pub fn newest_of(path: &Path) -> Head {
+    let repository = DirectoryRepository::open(&repository_of(path), is_object_name).unwrap();
+    newest(&repository as &dyn Repository).unwrap().expect("a head")
+}
+
+/// What stock tools read of the state that a head names, all of whose layers they find clean.
+pub fn published(head: &Head, path: &Path) -> Vec<u8> {
+    let repository = repository_of(path);
+    let layer = |object: &vmstrata_tier::Object| repository.join(object.id.layer_name().as_str());
+    for object in &head.epoch.objects {
+        let path = layer(object);
+        assert_clean(&path);
+        let bytes = std::fs::read(&path).unwrap();
+        assert!(bytes.len() as u64 == object.bytes && blake3::hash(&bytes) == object.blake3, "{path:?}");
+    }
+    content(&layer(head.epoch.objects.last().expect("a layer")), "qcow2")
+}

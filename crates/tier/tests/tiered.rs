@@ -1,0 +1,272 @@
+//! Tiered disks on hosts that are stopped, fenced, restored and cut off from the repository.
+
+#[path = "../../disk/tests/common/mod.rs"]
+mod common;
+mod tier_support;
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use common::flat::{read, write};
+use common::stock::{assert_clean, content, path_str, qemu_img};
+use common::{scratch, wait_until};
+use tier_support::{SIZE, block, host, host_with, image, newest_of, place, published, take_over, writes_of};
+use vmstrata_disk::Disk;
+use vmstrata_tier::{Error, Place, TierState, repository_of};
+
+/// The guest's writes from one number to another.
+fn writes(disk: &Disk, numbers: std::ops::RangeInclusive<u64>) {
+    numbers.for_each(|number| write(disk, place(number), &block(number)).unwrap());
+}
+
+/// How many writes the newest head has.
+fn published_writes(path: &Path) -> u64 {
+    writes_of(&published(&newest_of(path), path))
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(30)
+}
+
+#[test]
+fn an_ordinary_image_becomes_the_first_layer_and_its_path_leads_to_the_newest() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    common::stock::qemu_io(&path, &["write -P 7 1M 64k".to_owned()]);
+    let before = content(&path, "qcow2");
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    let head = newest_of(&path);
+    assert_eq!(published(&head, &path), before);
+    assert_eq!(head.epoch.objects.len(), 1);
+    write(&disk, 0, &block(1)).unwrap();
+    tiered.sync().unwrap();
+    assert!(tiered.stop(soon()));
+    assert_clean(&path);
+    let mut now = before;
+    now[..4096].copy_from_slice(&block(1));
+    assert!(content(&path, "qcow2") == now);
+}
+
+#[test]
+fn a_disk_that_is_not_written_makes_no_epochs() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    writes(&disk, 1..=10);
+    let epoch = tiered.sync().unwrap().epoch;
+    assert_eq!(tiered.sync().unwrap().epoch, epoch);
+    let status = tiered.status();
+    assert_eq!((status.unpublished_bytes, status.unpublished_since_ns), (0, None));
+    writes(&disk, 11..=11);
+    wait_until("the write is seen", || tiered.status().unpublished_since_ns.is_some());
+    assert!(tiered.status().unpublished_bytes > 0);
+    assert!(tiered.sync().unwrap().epoch > epoch);
+}
+
+#[test]
+fn a_write_is_published_when_it_is_as_old_as_the_window() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host_with(&path, tier.path(), Duration::from_secs(1)).unwrap();
+    let epoch = tiered.status().epoch;
+    writes(&disk, 1..=10);
+    wait_until("an epoch", || tiered.status().epoch > epoch);
+    assert_eq!(published_writes(&path), 10);
+}
+
+#[test]
+fn a_host_that_is_stopped_publishes_what_is_left() {
+    let (nas, tier, other) = (scratch(), scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    writes(&disk, 1..=10);
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    assert_eq!(take_over(&path, other.path()).unwrap(), None);
+    let (disk, _tiered) = host(&path, other.path()).unwrap();
+    assert_eq!(read(&disk, place(10), 4096).unwrap(), block(10));
+}
+
+#[test]
+fn a_guest_goes_on_without_the_repository_which_then_gets_all() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    let (repository, away) = (repository_of(&path), nas.path().join("away"));
+    fs::rename(&repository, &away).unwrap();
+    writes(&disk, 1..=50);
+    let refused = tiered.sync().unwrap_err().to_string();
+    assert!(refused.contains("web.qcow2.tier"), "{refused}");
+    assert!(matches!(tiered.status().state, TierState::Stalled { .. }));
+    writes(&disk, 51..=100);
+    assert_eq!(read(&disk, place(100), 4096).unwrap(), block(100));
+    fs::rename(&away, &repository).unwrap();
+    wait_until("what was cut", || published_writes(&path) == 50);
+    tiered.sync().unwrap();
+    assert_eq!((published_writes(&path), tiered.status().state), (100, TierState::Publishing));
+}
+
+#[test]
+fn a_restart_publishes_what_was_cut_before_it() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    let (repository, away) = (repository_of(&path), nas.path().join("away"));
+    writes(&disk, 1..=10);
+    let first = tiered.sync().unwrap().epoch;
+    fs::rename(&repository, &away).unwrap();
+    writes(&disk, 11..=50);
+    tiered.sync().unwrap_err();
+    writes(&disk, 51..=60);
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    drop(disk);
+    fs::rename(&away, &repository).unwrap();
+    let (_disk, tiered) = host(&path, tier.path()).unwrap();
+    wait_until("what was cut", || tiered.status().epoch == first.next());
+    assert_eq!(published_writes(&path), 50);
+    let status = tiered.sync().unwrap();
+    assert_eq!((published_writes(&path), status.epoch), (60, first.next().next()));
+}
+
+#[test]
+fn a_host_that_was_taken_over_refuses_writes_and_keeps_its_own() {
+    let (nas, tier, other) = (scratch(), scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    writes(&disk, 1..=10);
+    tiered.sync().unwrap();
+    writes(&disk, 11..=20);
+    take_over(&path, other.path()).unwrap();
+    let told = tiered.sync().unwrap_err().to_string();
+    assert!(told.contains(&newest_of(&path).owner.to_string()), "{told}");
+    assert!(matches!(tiered.status().state, TierState::Fenced { .. }));
+    let refused = write(&disk, 0, &block(1)).unwrap_err().to_string();
+    assert!(refused.contains("publishes here since generation 2"), "{refused}");
+    assert_eq!(read(&disk, place(20), 4096).unwrap(), block(20));
+    assert_eq!(published_writes(&path), 10);
+    assert!(tiered.stop(soon()));
+    drop(disk);
+    assert!(matches!(host(&path, tier.path()).unwrap_err(), Error::Fenced { .. }));
+    // It comes back, and what it had alone is a branch.
+    let aside = take_over(&path, tier.path()).unwrap().expect("its copy of before");
+    assert!(aside.join("web.qcow2").exists());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    assert_eq!(read(&disk, place(20), 4096).unwrap(), vec![0; 4096]);
+    writes(&disk, 11..=12);
+    tiered.sync().unwrap();
+    assert_eq!(published_writes(&path), 12);
+}
+
+#[test]
+fn a_disk_of_another_host_is_not_opened_nor_one_that_is_open() {
+    let (nas, tier, other) = (scratch(), scratch(), scratch());
+    let path = image(nas.path());
+    let (_disk, tiered) = host(&path, tier.path()).unwrap();
+    let told = host(&path, other.path()).unwrap_err().to_string();
+    assert!(told.contains("vmstrata tier takeover"), "{told}");
+    assert!(matches!(host(&path, tier.path()).unwrap_err(), Error::Held { .. }));
+    assert!(matches!(take_over(&path, tier.path()).unwrap_err(), Error::Held { .. }));
+    tiered.sync().unwrap();
+}
+
+#[test]
+fn a_copy_that_lacks_what_it_published_is_refused() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let local = Place::of(&path, tier.path()).unwrap().local;
+    let restored = tier.path().join("restored");
+    let copy = |from: &Path, to: &Path| {
+        let copied = std::process::Command::new("cp").arg("-a").args([from, to]).status().unwrap();
+        assert!(copied.success());
+    };
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    drop(disk);
+    copy(&local, &restored);
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    writes(&disk, 1..=10);
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    drop(disk);
+    fs::remove_dir_all(&local).unwrap();
+    copy(&restored, &local);
+    assert!(matches!(host(&path, tier.path()).unwrap_err(), Error::OldCopy { .. }));
+    take_over(&path, tier.path()).unwrap().expect("the old copy");
+    let (disk, _tiered) = host(&path, tier.path()).unwrap();
+    assert_eq!(read(&disk, place(10), 4096).unwrap(), block(10));
+}
+
+#[test]
+fn a_claim_that_was_interrupted_is_made_again() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    drop(disk);
+    // As a process that was killed leaves it before the copy has a layer.
+    let place = Place::of(&path, tier.path()).unwrap();
+    fs::remove_file(place.disk()).unwrap();
+    let record = place.local.join("copy.json");
+    let text = fs::read_to_string(&record).unwrap().replace("\"base\":1", "\"base\":null");
+    fs::write(&record, text).unwrap();
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    writes(&disk, 1..=10);
+    tiered.sync().unwrap();
+    assert_eq!(published_writes(&path), 10);
+}
+
+#[test]
+fn published_epochs_do_not_pile_up_on_the_host() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    for epoch in 0..30 {
+        writes(&disk, epoch * 10 + 1..=epoch * 10 + 10);
+        tiered.sync().unwrap();
+        assert!(disk.layer_count() <= 10, "{} layers after {epoch}", disk.layer_count());
+    }
+    assert_eq!(published_writes(&path), 300);
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    drop(disk);
+    let (disk, _tiered) = host(&path, tier.path()).unwrap();
+    (1..=300).for_each(|number| assert_eq!(read(&disk, place(number), 4096).unwrap(), block(number)));
+}
+
+#[test]
+fn what_cannot_be_a_layer_is_refused_and_stays() {
+    let (nas, tier) = (scratch(), scratch());
+    let [raw, base, over] = ["raw.img", "base.qcow2", "over.qcow2"].map(|name| nas.path().join(name));
+    qemu_img(&["create", "-q", "-f", "raw", path_str(&raw), "1M"]);
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&base), "1M"]);
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "base.qcow2", path_str(&over)]);
+    for (path, why) in [(&raw, "raw"), (&over, "base.qcow2"), (&nas.path().join("none"), "none")] {
+        let told = host(path, tier.path()).unwrap_err().to_string();
+        assert!(told.contains(why), "{told}");
+        assert!(!repository_of(path).exists());
+    }
+}
+
+#[test]
+fn another_image_at_the_path_of_a_tiered_disk_stays() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    fs::remove_file(&path).unwrap();
+    image(nas.path());
+    writes(&disk, 1..=10);
+    tiered.sync().unwrap();
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    drop(disk);
+    assert_eq!(content(&path, "qcow2"), vec![0; SIZE as usize]);
+    assert!(matches!(host(&path, tier.path()).unwrap_err(), Error::Foreign { .. }));
+    fs::remove_file(&path).unwrap();
+    let (_disk, tiered) = host(&path, tier.path()).unwrap();
+    assert!(tiered.stop(soon()));
+    assert_eq!(writes_of(&content(&path, "qcow2")), 10);
+}
