@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::{DiskLimits, is_default};
+use crate::{DiskLimits, TierStatus, is_default};
 
 /// A disk to open: what `--disk` says on the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -62,6 +62,14 @@ pub struct DiskSpec {
     /// How much its guests may do in a second.
     #[serde(default, skip_serializing_if = "is_default")]
     pub limits: DiskLimits,
+    /// Keep what guests write in this directory of the host, and publish it in a repository beside `path`, epoch by epoch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
+    pub tier: Option<String>,
+    /// With `tier`: how many seconds old a write becomes at most before it is cut off to be published; 30 if omitted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1, maximum = 600)]
+    pub window: Option<u64>,
 }
 
 /// How data passes the host's page cache.
@@ -176,6 +184,9 @@ pub struct DiskStatus {
     /// How often a snapshot was taken and did not get its index: the log says why.
     #[serde(default, skip_serializing_if = "is_default")]
     pub finalize_failures: u64,
+    /// What of it is published; absent unless it is a tiered disk that is served.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tier: Option<TierStatus>,
     /// Lookups of where a run of a read or write lies that the metadata in memory answered, since the disk was opened.
     #[serde(default, skip_serializing_if = "is_default")]
     pub metadata_hits: u64,

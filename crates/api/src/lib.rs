@@ -29,6 +29,7 @@ mod size;
 mod snapshot;
 mod stats;
 mod status;
+mod tier;
 
 pub use change::{Change, ChangedBy, Outcome};
 pub use disk::{
@@ -48,6 +49,7 @@ pub use size::{SizeChange, SizeSpec};
 pub use snapshot::{Quiesce, RevertSpec, SnapshotLayer, SnapshotReverted, SnapshotSpec, SnapshotTaken};
 pub use stats::{DepthStats, DiskStats, KindStats, Latency, LatencyBucket, NamedStats, StatsList};
 pub use status::{ResourceStatus, ServerStatus};
+pub use tier::{TierState, TierStatus};
 
 /// Where a server listens unless told otherwise, below its runtime directory.
 pub const CONTROL_SOCKET: &str = "control.sock";

@@ -15,7 +15,7 @@ use vmstrata_types::path_to_text;
 /// Keys that are on or off.
 const FLAGS: [&str; 6] = ["read-only", "force", "share", "any-memory", "rw", "insecure"];
 /// Keys with a number.
-const NUMBERS: [&str; 3] = ["queues", "threads", "poll-us"];
+const NUMBERS: [&str; 4] = ["queues", "threads", "poll-us", "window"];
 
 /// A parsed list: the reader takes what it knows better, and then calls [`KeyValues::read`].
 #[derive(Debug)]

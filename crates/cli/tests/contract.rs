@@ -77,6 +77,11 @@ fn every_operation_answers_as_the_document_says() {
         200,
     );
     jobs(&mut client);
+    images.create("tiered.qcow2", &["16M"]);
+    let tier = json!({ "path": images.name("tiered.qcow2"), "tier": images.name("tier"), "window": 600 });
+    client.ask("POST", "/v1/disks", &tier, 201);
+    let synced = client.ask("POST", "/v1/disks/tiered/tier/sync", &Value::Null, 200).json();
+    assert_eq!(client.get("/v1/disks/tiered").json()["tier"]["epoch"], synced["epoch"]);
     client.ask("GET", &format!("/v1/exports/{}", export["id"]), &Value::Null, 200);
     client.ask("DELETE", &format!("/v1/exports/{}", export["id"]), &Value::Null, 204);
     client.ask("DELETE", "/v1/disks/other", &Value::Null, 204);

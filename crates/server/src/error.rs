@@ -18,6 +18,23 @@ pub enum Error {
     /// The engine refused or failed.
     #[error(transparent)]
     Disk(#[from] vmstrata_disk::Error),
+    /// The engine of tiered disks refused or failed.
+    #[error(transparent)]
+    Tier(#[from] vmstrata_tier::Error),
+    /// Something that cannot be done with a tiered disk.
+    #[error("disk '{name}' is tiered, which does not go with {what} yet")]
+    Tiered {
+        /// The disk.
+        name: String,
+        /// What was asked for.
+        what: &'static str,
+    },
+    /// A disk that is not tiered.
+    #[error("disk '{name}' is not tiered (its key tier=DIR)")]
+    NotTiered {
+        /// The disk.
+        name: String,
+    },
     /// An NBD export cannot be opened.
     #[error(transparent)]
     Nbd(#[from] nbd::Error),

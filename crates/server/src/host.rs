@@ -23,6 +23,7 @@ mod retention;
 mod revert;
 mod snapshots;
 mod states;
+mod tier;
 mod users;
 
 use std::path::PathBuf;
@@ -36,6 +37,7 @@ use vmstrata_api::Event;
 use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
+use vmstrata_tier::Tiered;
 
 use self::exports::{Export, State};
 pub use self::jobs::merge_options;
@@ -104,13 +106,15 @@ struct Entry {
     spec: DiskSpec,
     phase: Phase,
     users: Arc<Users>,
+    /// What publishes it, if it is a tiered disk that is open.
+    tier: Option<Arc<Tiered>>,
     /// Whether it was added while the server, or the one before it, ran.
     is_added: bool,
 }
 
 impl Entry {
     fn new(spec: DiskSpec, phase: Phase) -> Self {
-        Self { spec, phase, users: Arc::default(), is_added: false }
+        Self { spec, phase, users: Arc::default(), tier: None, is_added: false }
     }
 }
 
@@ -267,6 +271,7 @@ impl Host {
             table.exports.iter_mut().map(|export| export.shut(ending())).collect::<Vec<_>>()
         };
         exports.iter().for_each(State::begin_close);
+        self.begin_to_end_tiers();
         self.jobs.end_all(deadline);
         let drained = exports.into_iter().map(State::close_unflushed).fold(Ok(()), Result::and);
         drained.and(self.close_disks())

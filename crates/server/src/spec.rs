@@ -25,7 +25,7 @@ use vmstrata_disk::snapshot::KeepError;
 use vmstrata_export::SocketAccess;
 use vmstrata_types::path_from_text;
 
-pub use self::disk::{CloneOf, DiskSpec, StateError};
+pub use self::disk::{CloneOf, DiskSpec, StateError, TierSpec};
 pub(crate) use self::disk::{shown_detect_zeroes, shown_subclusters};
 pub(crate) use self::limits::{limits_of, shown_limits};
 pub use self::nbd::{NbdError, NbdSpec};
@@ -161,6 +161,21 @@ pub enum SpecError {
         what: &'static str,
         /// Why.
         error: LimitError,
+    },
+    /// A window without a tier.
+    #[error("'window' goes with 'tier'")]
+    WindowWithoutTier,
+    /// A window that is too short or too long.
+    #[error("'window' is 1 to 600 seconds, not {seconds}")]
+    Window {
+        /// What was asked for.
+        seconds: u64,
+    },
+    /// Something that a tiered disk does not do.
+    #[error("'{key}' does not go with 'tier'")]
+    NotTiered {
+        /// Its key.
+        key: &'static str,
     },
     /// A right to write for everybody, and rights for some.
     #[error("'rw' is for all clients of an export, and 'allow' names some: say rw with those that may write")]

@@ -71,6 +71,11 @@ impl Generation {
     pub(crate) fn next(self) -> Self {
         Self(self.0 + 1)
     }
+
+    /// As a number.
+    pub fn get(self) -> u64 {
+        self.0
+    }
 }
 
 impl fmt::Display for Generation {
@@ -91,6 +96,11 @@ impl EpochNumber {
     /// The number of the next epoch.
     pub fn next(self) -> Self {
         Self(self.0 + 1)
+    }
+
+    /// As a number.
+    pub fn get(self) -> u64 {
+        self.0
     }
 
     /// What the snapshot of the disk is called that this epoch is.

@@ -17,6 +17,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use vmstrata_disk::AtomicFile;
@@ -29,6 +30,8 @@ const VERSION: u32 = 1;
 const COPY: &str = "copy.json";
 /// More than a copy has.
 const COPY_BYTES_MAX: u64 = 4096;
+/// How long to wait for a copy that a dying process may still hold.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The paths of a tiered disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -142,10 +145,16 @@ impl Copy {
         make_private(&place.local).map_err(failed("make the directory"))?;
         let lock = File::options().create(true).truncate(false).write(true).open(place.local.join("lock"));
         let lock = lock.map_err(failed("lock the copy"))?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(Error::Held { copy: place.local.clone() }),
-            Err(TryLockError::Error(error)) => return Err(failed("lock the copy")(error)),
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match lock.try_lock() {
+                Ok(()) => break,
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                Err(TryLockError::WouldBlock) => return Err(Error::Held { copy: place.local.clone() }),
+                Err(TryLockError::Error(error)) => return Err(failed("lock the copy")(error)),
+            }
         }
         Ok(Self { record: read(place)?, place: place.clone(), _lock: lock })
     }

@@ -311,11 +311,11 @@ impl Tiered {
         self.shared.orders.lock().status.clone()
     }
 
-    /// Cuts the disk and waits until that is published.
+    /// Cuts the disk and waits until that is published, and the disk's path leads to it.
     ///
     /// # Errors
-    /// [`Error::NotPublished`]: the engine tries on, unless it was fenced.
-    pub fn sync(&self) -> Result<TierStatus> {
+    /// [`Error::NotPublished`], also at `deadline`: the engine tries on, unless it was fenced.
+    pub fn sync(&self, deadline: Instant) -> Result<TierStatus> {
         let mut orders = self.shared.orders.lock();
         orders.asked += 1;
         let own = orders.asked;
@@ -334,15 +334,23 @@ impl Tiered {
                 };
                 return Err(Error::NotPublished(why));
             }
-            self.shared.changed.wait(&mut orders);
+            if self.shared.changed.wait_until(&mut orders, deadline).timed_out() {
+                let repository = orders.status.repository.display();
+                return Err(Error::NotPublished(format!("{repository}: it takes longer, and goes on")));
+            }
         }
     }
 
-    /// Publishes what is left, once, and ends. Returns whether it has ended by `deadline`: a repository may hang.
-    pub fn stop(&self, deadline: Instant) -> bool {
-        let mut orders = self.shared.orders.lock();
-        orders.is_stopped = true;
+    /// Has the engine end soon. What is not published stays on this host.
+    pub fn begin_stop(&self) {
+        self.shared.orders.lock().is_stopped = true;
         self.shared.changed.notify_all();
+    }
+
+    /// Ends the engine. Returns whether it has ended by `deadline`: a repository may hang.
+    pub fn stop(&self, deadline: Instant) -> bool {
+        self.begin_stop();
+        let mut orders = self.shared.orders.lock();
         while !orders.has_ended {
             if self.shared.changed.wait_until(&mut orders, deadline).timed_out() {
                 return false;
@@ -359,8 +367,7 @@ impl Tiered {
 
 impl Drop for Tiered {
     fn drop(&mut self) {
-        self.shared.orders.lock().is_stopped = true;
-        self.shared.changed.notify_all();
+        self.begin_stop();
     }
 }
 
@@ -434,31 +441,31 @@ impl Drop for Engine {
 
 impl Engine {
     fn run(mut self) {
-        loop {
-            let (asked, is_asked, is_last) = self.wait();
+        while let Some((asked, is_asked)) = self.wait() {
             self.look();
-            if is_asked || is_last || self.is_due() {
-                let passed = self.pass(is_asked || is_last);
-                if passed.is_ok() {
-                    self.tidy(is_last);
-                }
-                if !self.settle(asked, passed) || is_last {
-                    break;
-                }
+            if !is_asked && !self.is_due() {
+                continue;
+            }
+            let passed = self.pass(is_asked);
+            if passed.is_ok() {
+                self.tidy(is_asked);
+            }
+            if !self.settle(asked, passed) {
+                break;
             }
         }
     }
 
-    /// Waits for orders, or for the next look. Returns how many have asked for a cut, whether one of them waits, and whether the
-    /// engine is to end.
-    fn wait(&self) -> (u64, bool, bool) {
+    /// Waits for orders, or for the next look. Returns how many have asked for a cut, and whether one of them waits; `None` to
+    /// end.
+    fn wait(&self) -> Option<(u64, bool)> {
         let mut orders = self.shared.orders.lock();
         let is_asked = |orders: &Orders| orders.asked > orders.done.max(orders.failed.0);
         if !is_asked(&orders) && !orders.is_stopped {
             let until_look = (self.options.window / 10).min(LOOK_EVERY);
             self.shared.changed.wait_for(&mut orders, until_look);
         }
-        (orders.asked, is_asked(&orders), orders.is_stopped)
+        (!orders.is_stopped).then(|| (orders.asked, is_asked(&orders)))
     }
 
     /// Looks whether the guest has written.
@@ -500,8 +507,8 @@ impl Engine {
     }
 
     /// What a publication leaves to do.
-    fn tidy(&mut self, is_last: bool) {
-        let points = is_last || self.pointed.is_none_or(|(_, since)| since.elapsed() >= POINT_EVERY);
+    fn tidy(&mut self, is_asked: bool) {
+        let points = is_asked || self.pointed.is_none_or(|(_, since)| since.elapsed() >= POINT_EVERY);
         let pointed = if points { self.point() } else { Ok(()) };
         if let Err(error) = pointed.and_then(|()| self.merge_published()) {
             tracing::warn!(disk = %self.place.path.display(), "published, and not tidied up: {}", error.told());
@@ -528,6 +535,9 @@ impl Engine {
             self.disk.refuse_writes(&why);
         }
         let mut orders = self.shared.orders.lock();
+        if orders.is_stopped {
+            return false;
+        }
         orders.failed = (asked, why.clone());
         orders.status.state = match &orders.status.state {
             _ if is_fenced => TierState::Fenced { why },

@@ -16,7 +16,7 @@ use common::flat::write;
 use common::stock::path_str;
 use common::{for_seeds, random, scratch, wait_until};
 use rand::Rng as _;
-use tier_support::{block, host, image, newest_of, place, published, take_over, writes_of};
+use tier_support::{block, host, image, newest_of, place, published, sync, take_over, writes_of};
 
 const ORDERS: &str = "VMSTRATA_TEST_CHILD";
 
@@ -38,7 +38,7 @@ fn host_that_publishes_until_it_is_killed() {
     });
     loop {
         let before = written.load(Ordering::Acquire);
-        tiered.sync().unwrap();
+        sync(&tiered).unwrap();
         report.write_all(&before.to_le_bytes()).unwrap();
     }
 }
@@ -79,7 +79,7 @@ fn a_take_over_after_a_kill_gets_the_last_published_state() {
         for number in count + 1..=count + 100 {
             write(&disk, place(number), &block(number)).unwrap();
         }
-        tiered.sync().unwrap();
+        sync(&tiered).unwrap();
         assert_eq!(writes_of(&published(&newest_of(&path), &path)), count + 100);
     });
 }

@@ -6,12 +6,14 @@ mod tier_support;
 
 use std::fs;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::flat::{read, write};
 use common::stock::{assert_clean, content, path_str, qemu_img};
 use common::{scratch, wait_until};
-use tier_support::{SIZE, block, host, host_with, image, newest_of, place, published, take_over, writes_of};
+use tier_support::{
+    SIZE, block, host, host_with, image, newest_of, place, published, soon, sync, take_over, writes_of,
+};
 use vmstrata_disk::Disk;
 use vmstrata_tier::{Error, Place, TierState, repository_of};
 
@@ -25,10 +27,6 @@ fn published_writes(path: &Path) -> u64 {
     writes_of(&published(&newest_of(path), path))
 }
 
-fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(30)
-}
-
 #[test]
 fn an_ordinary_image_becomes_the_first_layer_and_its_path_leads_to_the_newest() {
     let (nas, tier) = (scratch(), scratch());
@@ -40,7 +38,7 @@ fn an_ordinary_image_becomes_the_first_layer_and_its_path_leads_to_the_newest() 
     assert_eq!(published(&head, &path), before);
     assert_eq!(head.epoch.objects.len(), 1);
     write(&disk, 0, &block(1)).unwrap();
-    tiered.sync().unwrap();
+    sync(&tiered).unwrap();
     assert!(tiered.stop(soon()));
     assert_clean(&path);
     let mut now = before;
@@ -54,14 +52,14 @@ fn a_disk_that_is_not_written_makes_no_epochs() {
     let path = image(nas.path());
     let (disk, tiered) = host(&path, tier.path()).unwrap();
     writes(&disk, 1..=10);
-    let epoch = tiered.sync().unwrap().epoch;
-    assert_eq!(tiered.sync().unwrap().epoch, epoch);
+    let epoch = sync(&tiered).unwrap().epoch;
+    assert_eq!(sync(&tiered).unwrap().epoch, epoch);
     let status = tiered.status();
     assert_eq!((status.unpublished_bytes, status.unpublished_since_ns), (0, None));
     writes(&disk, 11..=11);
     wait_until("the write is seen", || tiered.status().unpublished_since_ns.is_some());
     assert!(tiered.status().unpublished_bytes > 0);
-    assert!(tiered.sync().unwrap().epoch > epoch);
+    assert!(sync(&tiered).unwrap().epoch > epoch);
 }
 
 #[test]
@@ -76,16 +74,20 @@ fn a_write_is_published_when_it_is_as_old_as_the_window() {
 }
 
 #[test]
-fn a_host_that_is_stopped_publishes_what_is_left() {
+fn a_disk_goes_to_another_host_with_what_is_published() {
     let (nas, tier, other) = (scratch(), scratch(), scratch());
     let path = image(nas.path());
     let (disk, tiered) = host(&path, tier.path()).unwrap();
     writes(&disk, 1..=10);
+    sync(&tiered).unwrap();
+    writes(&disk, 11..=20);
     assert!(tiered.stop(soon()));
+    assert!(sync(&tiered).unwrap_err().to_string().contains("closed"));
     disk.close().unwrap();
     assert_eq!(take_over(&path, other.path()).unwrap(), None);
     let (disk, _tiered) = host(&path, other.path()).unwrap();
     assert_eq!(read(&disk, place(10), 4096).unwrap(), block(10));
+    assert_eq!(read(&disk, place(20), 4096).unwrap(), vec![0; 4096]);
 }
 
 #[test]
@@ -96,14 +98,14 @@ fn a_guest_goes_on_without_the_repository_which_then_gets_all() {
     let (repository, away) = (repository_of(&path), nas.path().join("away"));
     fs::rename(&repository, &away).unwrap();
     writes(&disk, 1..=50);
-    let refused = tiered.sync().unwrap_err().to_string();
+    let refused = sync(&tiered).unwrap_err().to_string();
     assert!(refused.contains("web.qcow2.tier"), "{refused}");
     assert!(matches!(tiered.status().state, TierState::Stalled { .. }));
     writes(&disk, 51..=100);
     assert_eq!(read(&disk, place(100), 4096).unwrap(), block(100));
     fs::rename(&away, &repository).unwrap();
     wait_until("what was cut", || published_writes(&path) == 50);
-    tiered.sync().unwrap();
+    sync(&tiered).unwrap();
     assert_eq!((published_writes(&path), tiered.status().state), (100, TierState::Publishing));
 }
 
@@ -114,10 +116,10 @@ fn a_restart_publishes_what_was_cut_before_it() {
     let (disk, tiered) = host(&path, tier.path()).unwrap();
     let (repository, away) = (repository_of(&path), nas.path().join("away"));
     writes(&disk, 1..=10);
-    let first = tiered.sync().unwrap().epoch;
+    let first = sync(&tiered).unwrap().epoch;
     fs::rename(&repository, &away).unwrap();
     writes(&disk, 11..=50);
-    tiered.sync().unwrap_err();
+    sync(&tiered).unwrap_err();
     writes(&disk, 51..=60);
     assert!(tiered.stop(soon()));
     disk.close().unwrap();
@@ -126,7 +128,7 @@ fn a_restart_publishes_what_was_cut_before_it() {
     let (_disk, tiered) = host(&path, tier.path()).unwrap();
     wait_until("what was cut", || tiered.status().epoch == first.next());
     assert_eq!(published_writes(&path), 50);
-    let status = tiered.sync().unwrap();
+    let status = sync(&tiered).unwrap();
     assert_eq!((published_writes(&path), status.epoch), (60, first.next().next()));
 }
 
@@ -136,10 +138,10 @@ fn a_host_that_was_taken_over_refuses_writes_and_keeps_its_own() {
     let path = image(nas.path());
     let (disk, tiered) = host(&path, tier.path()).unwrap();
     writes(&disk, 1..=10);
-    tiered.sync().unwrap();
+    sync(&tiered).unwrap();
     writes(&disk, 11..=20);
     take_over(&path, other.path()).unwrap();
-    let told = tiered.sync().unwrap_err().to_string();
+    let told = sync(&tiered).unwrap_err().to_string();
     assert!(told.contains(&newest_of(&path).owner.to_string()), "{told}");
     assert!(matches!(tiered.status().state, TierState::Fenced { .. }));
     let refused = write(&disk, 0, &block(1)).unwrap_err().to_string();
@@ -155,7 +157,7 @@ fn a_host_that_was_taken_over_refuses_writes_and_keeps_its_own() {
     let (disk, tiered) = host(&path, tier.path()).unwrap();
     assert_eq!(read(&disk, place(20), 4096).unwrap(), vec![0; 4096]);
     writes(&disk, 11..=12);
-    tiered.sync().unwrap();
+    sync(&tiered).unwrap();
     assert_eq!(published_writes(&path), 12);
 }
 
@@ -168,7 +170,7 @@ fn a_disk_of_another_host_is_not_opened_nor_one_that_is_open() {
     assert!(told.contains("vmstrata tier takeover"), "{told}");
     assert!(matches!(host(&path, tier.path()).unwrap_err(), Error::Held { .. }));
     assert!(matches!(take_over(&path, tier.path()).unwrap_err(), Error::Held { .. }));
-    tiered.sync().unwrap();
+    sync(&tiered).unwrap();
 }
 
 #[test]
@@ -188,6 +190,7 @@ fn a_copy_that_lacks_what_it_published_is_refused() {
     copy(&local, &restored);
     let (disk, tiered) = host(&path, tier.path()).unwrap();
     writes(&disk, 1..=10);
+    sync(&tiered).unwrap();
     assert!(tiered.stop(soon()));
     disk.close().unwrap();
     drop(disk);
@@ -215,7 +218,7 @@ fn a_claim_that_was_interrupted_is_made_again() {
     fs::write(&record, text).unwrap();
     let (disk, tiered) = host(&path, tier.path()).unwrap();
     writes(&disk, 1..=10);
-    tiered.sync().unwrap();
+    sync(&tiered).unwrap();
     assert_eq!(published_writes(&path), 10);
 }
 
@@ -226,7 +229,7 @@ fn published_epochs_do_not_pile_up_on_the_host() {
     let (disk, tiered) = host(&path, tier.path()).unwrap();
     for epoch in 0..30 {
         writes(&disk, epoch * 10 + 1..=epoch * 10 + 10);
-        tiered.sync().unwrap();
+        sync(&tiered).unwrap();
         assert!(disk.layer_count() <= 10, "{} layers after {epoch}", disk.layer_count());
     }
     assert_eq!(published_writes(&path), 300);
@@ -259,7 +262,7 @@ fn another_image_at_the_path_of_a_tiered_disk_stays() {
     fs::remove_file(&path).unwrap();
     image(nas.path());
     writes(&disk, 1..=10);
-    tiered.sync().unwrap();
+    sync(&tiered).unwrap();
     assert!(tiered.stop(soon()));
     disk.close().unwrap();
     drop(disk);
@@ -267,6 +270,6 @@ fn another_image_at_the_path_of_a_tiered_disk_stays() {
     assert!(matches!(host(&path, tier.path()).unwrap_err(), Error::Foreign { .. }));
     fs::remove_file(&path).unwrap();
     let (_disk, tiered) = host(&path, tier.path()).unwrap();
-    assert!(tiered.stop(soon()));
+    sync(&tiered).unwrap();
     assert_eq!(writes_of(&content(&path, "qcow2")), 10);
 }

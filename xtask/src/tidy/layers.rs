@@ -46,6 +46,7 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-memory",
             "vmstrata-api",
             "vmstrata-job",
+            "vmstrata-tier",
         ],
     ),
     (
@@ -59,6 +60,7 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-backup",
             "vmstrata-export",
             "vmstrata-survey",
+            "vmstrata-tier",
             "vmstrata-repo",
             "vmstrata-memory",
             "vmstrata-api",

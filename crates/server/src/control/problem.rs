@@ -69,7 +69,8 @@ fn classify(error: &Error) -> (u16, &'static str) {
     match error {
         Error::NameTaken { .. } => (409, "name-taken"),
         Error::Spec(SpecError::TwoGuests { .. }) => (409, "two-guests"),
-        Error::Spec(_) => (422, "invalid"),
+        Error::Spec(_) | Error::Tiered { .. } | Error::NotTiered { .. } => (422, "invalid"),
+        Error::Tier(tier) => classify_tier(tier),
         Error::Served { .. } => (409, "already-served"),
         Error::NoSuchDisk { .. } => (404, "no-such-disk"),
         Error::NoSuchExport { .. } => (404, "no-such-export"),
@@ -105,6 +106,18 @@ fn classify_vhost_user(error: &vhost_user::Error) -> (u16, &'static str) {
         vhost_user::Error::Option { .. } => (422, "invalid"),
         vhost_user::Error::Disk(engine) => classify_engine(engine),
         _ => (500, "system"),
+    }
+}
+
+fn classify_tier(error: &vmstrata_tier::Error) -> (u16, &'static str) {
+    use vmstrata_tier::Error;
+    match error {
+        Error::Disk(engine) => classify_engine(engine),
+        Error::Fenced { .. } => (409, "fenced"),
+        Error::NotPublished(_) => (503, "not-published"),
+        Error::Held { .. } => (409, "file-in-use"),
+        Error::NotAttachable { .. } | Error::Foreign { .. } => (422, "invalid"),
+        _ => (500, "tier"),
     }
 }
 

@@ -45,6 +45,7 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(disks::show, disks::remove))
         .routes(routes!(disks::resize))
         .routes(routes!(disks::limit))
+        .routes(routes!(disks::sync_tier))
         .routes(routes!(exports::list, exports::add))
         .routes(routes!(exports::show, exports::remove))
         .routes(routes!(snapshots::take))

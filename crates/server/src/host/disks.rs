@@ -58,10 +58,24 @@ impl Host {
     }
 
     pub(super) fn open_disk(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {
-        let (path, mut options) = states::find(spec, self.open_options(spec))?;
+        let mut options = self.open_options(spec);
         if self.discards_unflushed.load(Ordering::Relaxed) {
             options.unflushed = Unflushed::Discard;
         }
+        let disk = match &spec.tier {
+            Some(tier) => self.open_tiered(spec, tier, &options)?,
+            None => self.open_files(spec, options)?,
+        };
+        disk.limit(spec.limits);
+        self.watch(&spec.name, &disk);
+        let layers = disk.layers().len();
+        let noun = if layers == 1 { "layer" } else { "layers" };
+        tracing::info!(disk = spec.name, path = %spec.path.display(), bytes = disk.size(), "opened: {layers} {noun}");
+        Ok(disk)
+    }
+
+    fn open_files(&self, spec: &DiskSpec, options: OpenOptions) -> Result<Arc<Disk>, Error> {
+        let (path, options) = states::find(spec, options)?;
         // Else its lock would be taken for another process's.
         self.refuse_served(spec, &path)?;
         let disk = Disk::open(&path, &options, &self.resources).or_else(|error| match error.kind() {
@@ -71,17 +85,11 @@ impl Host {
             }
             _ => Err(error),
         });
-        let disk = disk.map_err(|error| self.if_served(spec, error))?;
-        disk.limit(spec.limits);
-        self.watch(&spec.name, &disk);
-        let layers = disk.layers().len();
-        let noun = if layers == 1 { "layer" } else { "layers" };
-        tracing::info!(disk = spec.name, path = %spec.path.display(), bytes = disk.size(), "opened: {layers} {noun}");
-        Ok(disk)
+        disk.map_err(|error| self.if_served(spec, error))
     }
 
     /// Refuses a file that another disk of this server has.
-    fn refuse_served(&self, spec: &DiskSpec, path: &Path) -> Result<(), Error> {
+    pub(super) fn refuse_served(&self, spec: &DiskSpec, path: &Path) -> Result<(), Error> {
         // What cannot be looked at is said when it is opened.
         let Some(file) = FileId::at(path) else { return Ok(()) };
         let others: Vec<(String, Arc<Disk>)> = {
@@ -133,6 +141,7 @@ impl Host {
                 let exports = table.nbd();
                 drop(table);
                 withdraw(&spec.name, &exports);
+                self.end_tier(&spec.name);
                 close_and_release(&spec.name, disk)?;
                 Err(error)
             }
@@ -209,6 +218,7 @@ impl Host {
             self.tell(Event::ExportRemoved { id: export.id });
         }
         withdraw(name, &shared);
+        self.publish_last(name);
         // Closing would wait for what is still under way.
         let closed = ended.and_then(|()| disk.map_or(Ok(()), |disk| close_and_release(name, disk)));
         self.table.lock().forget(name);

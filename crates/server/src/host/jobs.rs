@@ -77,6 +77,7 @@ impl Host {
         check_limit(limit)?;
         let (_change, table) = self.begin_change()?;
         let (spec, open) = table.lend(asked.disk(), BEGINNING)?;
+        spec.refuse_if_tiered("jobs")?;
         let open_options = self.open_options(spec);
         drop(table);
         let reserve = |kind| self.jobs.reserve(kind, asked.disk());

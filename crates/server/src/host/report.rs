@@ -9,6 +9,7 @@ use vmstrata_export::nbd::TlsMode;
 use vmstrata_store::io_uring_refused;
 use vmstrata_types::path_to_text;
 
+use super::tier::tier_status;
 use super::{Entry, Host, Phase};
 use crate::error::Error;
 use crate::spec::{shown_detect_zeroes, shown_limits, shown_subclusters};
@@ -121,6 +122,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         failed: disk.and_then(|disk| disk.failure()),
         finalizing: disk.is_some_and(|disk| disk.is_finalizing()),
         finalize_failures: disk.map_or(0, |disk| disk.finalize_failures()),
+        tier: entry.tier.as_ref().map(|tier| tier_status(&tier.status())),
         metadata_hits: stats.metadata_hits[0],
         metadata_misses: stats.metadata_misses[0],
     }

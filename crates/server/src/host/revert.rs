@@ -36,6 +36,7 @@ impl Host {
         let (_change, table) = self.begin_change()?;
         asked.keep.as_deref().map_or(Ok(()), |keep| check_path("keep", keep))?;
         let (spec, disk) = table.serving(name)?;
+        spec.refuse_if_tiered("snapshots")?;
         let (spec, path, is_read_only) = (spec.clone(), disk.path().to_owned(), disk.is_read_only());
         table.check_idle(name)?;
         drop(table);

@@ -38,6 +38,14 @@ pub(crate) fn look_at(
     allow_backing: &[PathBuf],
     passes: impl Fn(FileId) -> bool,
 ) -> Result<(), Error> {
+    if spec.tier.is_some() {
+        // Its layers are this host's own, whose locks the other server has.
+        return spec
+            .path
+            .metadata()
+            .map(drop)
+            .map_err(|source| Error::System { action: "find the disk", source });
+    }
     let options = open_options(spec, allow_backing);
     if let Some(clone_of) = &spec.clone_of {
         if spec.path.symlink_metadata().is_err() {

@@ -2,11 +2,13 @@
 
 use std::io;
 use std::path::{Path, PathBuf, absolute};
+use std::time::Duration;
 
 use vmstrata_api as api;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
 use vmstrata_disk::{DetectZeroes, Format, Limits};
 use vmstrata_store::CacheMode;
+use vmstrata_tier::TierOptions;
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::{SpecError, check_name, check_path, limits_of, shown_limits, stem};
@@ -40,6 +42,47 @@ pub struct DiskSpec {
     pub backing: Option<Vec<PathBuf>>,
     /// How much its guests may do in a second.
     pub limits: Limits,
+    /// Where what they write is kept, if it is published.
+    pub tier: Option<TierSpec>,
+}
+
+/// How a disk is published.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TierSpec {
+    /// The directory on this host that has its copies of disks.
+    pub dir: PathBuf,
+    /// How old a write becomes before it is cut off; `None` leaves it to the engine.
+    pub window: Option<Duration>,
+}
+
+impl TierSpec {
+    fn of(asked: &api::DiskSpec) -> Result<Option<Self>, SpecError> {
+        let Some(dir) = &asked.tier else {
+            return if asked.window.is_some() { Err(SpecError::WindowWithoutTier) } else { Ok(None) };
+        };
+        let refused = [
+            ("read-only", asked.read_only),
+            ("at", asked.at.is_some()),
+            ("keep", asked.keep.is_some()),
+            ("backing", asked.backing.is_some()),
+            ("format=raw", asked.format == Some(api::Format::Raw)),
+        ];
+        if let Some((key, _)) = refused.into_iter().find(|(_, is_asked)| *is_asked) {
+            return Err(SpecError::NotTiered { key });
+        }
+        let window = asked.window.map(Duration::from_secs);
+        let [shortest, longest] = TierOptions::WINDOWS;
+        if let Some(window) = window.filter(|window| !(shortest..=longest).contains(window)) {
+            return Err(SpecError::Window { seconds: window.as_secs() });
+        }
+        Ok(Some(Self { dir: path_from_text(dir), window }))
+    }
+
+    /// In the engine's words.
+    pub(crate) fn options(&self) -> TierOptions {
+        let default = TierOptions::default();
+        TierOptions { window: self.window.unwrap_or(default.window), ..default }
+    }
 }
 
 /// The snapshot that a clone starts from.
@@ -86,12 +129,17 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
         if let Some(at) = asked.at.as_ref().filter(|at| !is_snapshot_name(at)) {
             return Err(StateError::Name(at.clone()).into());
         }
-        let paths =
-            [("path", Some(&asked.path)), ("clone", asked.clone.as_ref()), ("agent", asked.agent.as_ref())];
+        let paths = [
+            ("path", Some(&asked.path)),
+            ("clone", asked.clone.as_ref()),
+            ("agent", asked.agent.as_ref()),
+            ("tier", asked.tier.as_ref()),
+        ];
         let backing = asked.backing.iter().flatten().map(|path| ("backing", Some(path)));
         for (key, path) in paths.into_iter().chain(backing) {
             path.map_or(Ok(()), |path| check_path(key, path))?;
         }
+        let tier = TierSpec::of(&asked)?;
         let read_only = asked.read_only || asked.at.is_some() && asked.clone.is_none();
         let (path, called, clone_of) = match (asked.at, asked.clone) {
             (None, Some(_)) => return Err(StateError::CloneOfNothing.into()),
@@ -137,6 +185,7 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             keep,
             backing,
             limits,
+            tier,
         })
     }
 }
@@ -173,6 +222,8 @@ impl From<&DiskSpec> for api::DiskSpec {
                 .as_ref()
                 .map(|backing| backing.iter().map(|path| path_to_text(path)).collect()),
             limits: shown_limits(spec.limits),
+            tier: spec.tier.as_ref().map(|tier| path_to_text(&tier.dir)),
+            window: spec.tier.as_ref().and_then(|tier| tier.window).map(|window| window.as_secs()),
         }
     }
 }
@@ -202,6 +253,9 @@ impl DiskSpec {
             clone_of.disk = absolute(&clone_of.disk)?;
         }
         self.agent = self.agent.map(absolute).transpose()?;
+        if let Some(tier) = &mut self.tier {
+            tier.dir = absolute(&tier.dir)?;
+        }
         let backing = self.backing.map(|backing| backing.into_iter().map(absolute).collect());
         self.backing = backing.transpose()?;
         Ok(self)
@@ -215,6 +269,9 @@ impl DiskSpec {
             clone_of.disk = directory.join(&clone_of.disk);
         }
         self.agent = self.agent.map(|agent| directory.join(agent));
+        if let Some(tier) = &mut self.tier {
+            tier.dir = directory.join(&tier.dir);
+        }
         for path in self.backing.iter_mut().flatten() {
             *path = directory.join(&*path);
         }
@@ -271,10 +328,36 @@ mod tests {
             api::DiskSpec { at: text("mon"), read_only: true, ..rules.clone() },
             api::DiskSpec { path: "file:///vms/w%FF.qcow2".to_owned(), at: text("mon"), ..rules.clone() },
             api::DiskSpec { at: text("mon"), clone: text("/ci/42.qcow2"), name: text("ci"), ..rules },
+            tiered("/var/lib/vmstrata", Some(5)),
         ] {
             let spec = DiskSpec::try_from(asked).unwrap();
             assert_eq!(DiskSpec::try_from(api::DiskSpec::from(&spec)).unwrap(), spec);
         }
+    }
+
+    fn tiered(dir: &str, window: Option<u64>) -> api::DiskSpec {
+        let path = "/nas/web.qcow2".to_owned();
+        api::DiskSpec { path, tier: Some(dir.to_owned()), window, ..api::DiskSpec::default() }
+    }
+
+    #[test]
+    fn a_tiered_disk_has_a_directory_and_a_window_within_bounds() {
+        let spec = DiskSpec::try_from(tiered("tier", None)).unwrap().seen_from(Path::new("/etc"));
+        assert_eq!(spec.tier.unwrap().dir, Path::new("/etc/tier"));
+        for (seconds, is_taken) in [(0, false), (1, true), (600, true), (601, false)] {
+            let spec = DiskSpec::try_from(tiered("/tier", Some(seconds)));
+            let expected = if is_taken { Ok(()) } else { Err(SpecError::Window { seconds }) };
+            assert_eq!(spec.map(drop), expected);
+        }
+        let refused = |asked| DiskSpec::try_from(asked).unwrap_err();
+        let plain = tiered("/tier", Some(5));
+        assert_eq!(refused(api::DiskSpec { tier: None, ..plain.clone() }), SpecError::WindowWithoutTier);
+        let (read_only, keep) = (true, Some("daily=7".to_owned()));
+        let key = |key| SpecError::NotTiered { key };
+        assert_eq!(refused(api::DiskSpec { read_only, ..plain.clone() }), key("read-only"));
+        assert_eq!(refused(api::DiskSpec { keep, ..plain.clone() }), key("keep"));
+        assert_eq!(refused(api::DiskSpec { format: Some(api::Format::Raw), ..plain }), key("format=raw"));
+        assert_eq!(refused(tiered("", None)), SpecError::Path { key: "tier" });
     }
 
     #[test]

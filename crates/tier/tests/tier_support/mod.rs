@@ -5,11 +5,13 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
 use vmstrata_repo::{DirectoryRepository, Repository};
-use vmstrata_tier::{Error, Head, Place, TierOptions, Tiered, is_object_name, newest, repository_of};
+use vmstrata_tier::{
+    Error, Head, Place, TierOptions, TierStatus, Tiered, is_object_name, newest, repository_of,
+};
 
 use crate::common::flat::assert_same;
 use crate::common::stock::{assert_clean, content, path_str, qemu_img};
@@ -56,6 +58,15 @@ pub fn host_with(path: &Path, tier: &Path, window: Duration) -> Result<(Arc<Disk
     let resources = Resources::new(ResourceOptions::default());
     let options = TierOptions { window, ..TierOptions::default() };
     Tiered::open(&place, options, &OpenOptions::default(), &resources)
+}
+
+/// Cuts and publishes.
+pub fn sync(tiered: &Tiered) -> Result<TierStatus, Error> {
+    tiered.sync(soon())
+}
+
+pub fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
 }
 
 /// Takes the disk over; returns where the host's copy of before was put.

@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::{Extension, Json};
-use vmstrata_api::{ChangedBy, DiskDetail, DiskLimits, DiskList, DiskSpec, SizeChange, SizeSpec};
+use vmstrata_api::{ChangedBy, DiskDetail, DiskLimits, DiskList, DiskSpec, SizeChange, SizeSpec, TierStatus};
 use vmstrata_types::path_to_text;
 
 use super::{Removal, Segment, apart, changing};
@@ -91,6 +91,21 @@ pub(in crate::control) async fn limit(
 ) -> Result<Json<DiskLimits>, Failure> {
     let what = What::of("disk_limit", [name.clone()]).object(asked.to_string());
     changing(host, by, what, move |host, _| host.limit(&name, &asked)).await.map(Json)
+}
+
+/// Cut a tiered disk now, and wait until that is published, and `path` leads to it
+#[utoipa::path(
+    post, path = "/v1/disks/{name}/tier/sync", tag = "disks", operation_id = "sync_tier",
+    params(("name" = String, Path, description = "The disk")),
+    responses((status = OK, description = "All that was written before is published", body = TierStatus))
+)]
+pub(in crate::control) async fn sync_tier(
+    State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
+    Segment(name): Segment,
+) -> Result<Json<TierStatus>, Failure> {
+    let what = What::of("tier_sync", [name.clone()]);
+    changing(host, by, what, move |host, _| host.sync_tier(&name)).await.map(Json)
 }
 
 /// Close a disk: its exports are drained, its image is left clean, its files are unlocked

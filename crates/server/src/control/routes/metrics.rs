@@ -15,7 +15,8 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 use vmstrata_api::{
-    DiskState, ExportCounters, ExportSpec, ExportStatus, JobStatus, NamedStats, ServerStatus,
+    DiskState, DiskStatus, ExportCounters, ExportSpec, ExportStatus, JobStatus, NamedStats, ServerStatus,
+    TierState, TierStatus,
 };
 
 use self::format::Format;
@@ -71,6 +72,7 @@ impl Collector for Numbers {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         self.server(&mut encoder)?;
         self.disks(&mut encoder)?;
+        tiers(&self.status.disks, &mut encoder)?;
         disks::encode(&self.stats, &mut encoder)?;
         process::encode(self.process, self.counted, &self.jobs, &mut encoder)?;
         self.exports(&mut encoder)
@@ -171,6 +173,31 @@ impl Numbers {
     }
 }
 
+/// What of tiered disks is published.
+fn tiers(disks: &[DiskStatus], encoder: &mut DescriptorEncoder) -> fmt::Result {
+    type Value = fn(&TierStatus) -> u64;
+    let numbers: [(&str, &str, Value); 5] = [
+        ("tier_epoch", "The newest epoch that is published", |tier| tier.epoch),
+        ("tier_unpublished_bytes", "Bytes on this host that the repository lacks", |tier| {
+            tier.unpublished_bytes
+        }),
+        ("tier_unpublished_seconds", "Age of the oldest write that the repository lacks", |tier| {
+            tier.unpublished_seconds.unwrap_or_default()
+        }),
+        ("tier_stalled", "1 while the disk cannot be published: the server tries again", |tier| {
+            u64::from(tier.state == TierState::Stalled)
+        }),
+        ("tier_fenced", "1 if another host took the disk over", |tier| {
+            u64::from(tier.state == TierState::Fenced)
+        }),
+    ];
+    for (name, help, value) in numbers {
+        let tiered = disks.iter().filter_map(|disk| Some((disk.name.as_str(), disk.tier.as_ref()?)));
+        gauges(encoder, name, help, tiered.map(|(disk, tier)| ([("disk", disk)], value(tier))))?;
+    }
+    Ok(())
+}
+
 /// Which of an export's numbers.
 type Count = fn(&ExportCounters) -> u64;
 
@@ -202,12 +229,26 @@ fn gauges<L: EncodeLabelSet>(
 
 #[cfg(test)]
 mod tests {
-    use vmstrata_api::{DiskStatus, ResourceStatus};
+    use vmstrata_api::ResourceStatus;
 
     use super::*;
 
     #[test]
     fn names_are_labels_and_hostile_ones_are_escaped() {
+        let tier = TierStatus {
+            state: TierState::Stalled,
+            error: Some("no answer".to_owned()),
+            stalled_seconds: Some(60),
+            repository: "/nas/web.qcow2.tier".to_owned(),
+            local: "/tier/web".to_owned(),
+            owner: "0".repeat(32),
+            generation: 1,
+            epoch: 12,
+            epoch_age_seconds: 90,
+            epoch_layers: 13,
+            unpublished_bytes: 4096,
+            unpublished_seconds: Some(80),
+        };
         let disk = DiskStatus {
             added: false,
             name: "we\"b\\".to_owned(),
@@ -218,6 +259,7 @@ mod tests {
             read_only: false,
             detect_zeroes: vmstrata_api::DetectZeroes::Off,
             subclusters: vmstrata_api::Subclusters::On,
+            tier: Some(tier),
             limits: vmstrata_api::DiskLimits::default(),
             size_bytes: Some(1 << 30),
             layers: Some(300),
@@ -254,6 +296,11 @@ mod tests {
             r#"vmstrata_disk_failed{disk="we\"b\\"} 1"#,
             r#"vmstrata_disk_finalizing{disk="we\"b\\"} 1"#,
             r#"vmstrata_disk_finalize_failures_total{disk="we\"b\\"} 4"#,
+            r#"vmstrata_tier_epoch{disk="we\"b\\"} 12"#,
+            r#"vmstrata_tier_unpublished_bytes{disk="we\"b\\"} 4096"#,
+            r#"vmstrata_tier_unpublished_seconds{disk="we\"b\\"} 80"#,
+            r#"vmstrata_tier_stalled{disk="we\"b\\"} 1"#,
+            r#"vmstrata_tier_fenced{disk="we\"b\\"} 0"#,
             "vmstrata_snapshots_total 3",
             "vmstrata_snapshot_pause_seconds_total 0.0015",
             r#"vmstrata_jobs{state="running"} 0"#,

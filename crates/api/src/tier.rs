@@ -1,0 +1,48 @@
+//! Tiered disks: what of them is published.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// What of a tiered disk is in its repository, and what this host alone has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct TierStatus {
+    /// Whether it is published.
+    pub state: TierState,
+    /// Why it is not, or who else publishes it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// For how many seconds it could not be published; absent unless `stalled`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stalled_seconds: Option<u64>,
+    /// The directory of the repository.
+    pub repository: String,
+    /// The directory of this host's copy.
+    pub local: String,
+    /// This host's copy, as heads name it.
+    pub owner: String,
+    /// Counts the copies and processes that published the disk, one after the other.
+    pub generation: u64,
+    /// The newest epoch that is published.
+    pub epoch: u64,
+    /// For how many seconds that has been the disk's newest state in the repository.
+    pub epoch_age_seconds: u64,
+    /// Layers of that epoch.
+    pub epoch_layers: u64,
+    /// Bytes on this host that the repository lacks.
+    pub unpublished_bytes: u64,
+    /// The age of the oldest write that the repository lacks, at most: what would be lost with this host. Absent if it has all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unpublished_seconds: Option<u64>,
+}
+
+/// Whether a tiered disk is published.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TierState {
+    /// It is, epoch by epoch.
+    Publishing,
+    /// It could not be, which is tried again: the repository does not answer, as a rule. The guest goes on.
+    Stalled,
+    /// Another host took the disk over: this one takes no more writes, and publishes nothing.
+    Fenced,
+}

@@ -1,0 +1,124 @@
+//! Tiered disks of the host: opened with what publishes them, and closed after it has ended.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmstrata_api as api;
+use vmstrata_disk::snapshot::now_ns;
+use vmstrata_disk::{Disk, OpenOptions};
+use vmstrata_tier::{Place, TierState, TierStatus, Tiered};
+use vmstrata_types::path_to_text;
+
+use super::Host;
+use crate::error::Error;
+use crate::spec::{DiskSpec, TierSpec};
+
+/// How long a request to publish may take. What it began goes on.
+const SYNC_PATIENCE: Duration = Duration::from_secs(600);
+/// How long a disk that is removed may take to be published.
+const LAST_PATIENCE: Duration = Duration::from_secs(60);
+/// How long to wait for an engine that does not publish any more.
+const END_PATIENCE: Duration = Duration::from_secs(5);
+
+impl DiskSpec {
+    /// Refuses what cannot be done with a tiered disk.
+    pub(super) fn refuse_if_tiered(&self, what: &'static str) -> Result<(), Error> {
+        match self.tier {
+            Some(_) => Err(Error::Tiered { name: self.name.clone(), what }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Host {
+    pub(super) fn open_tiered(
+        &self,
+        spec: &DiskSpec,
+        tier: &TierSpec,
+        options: &OpenOptions,
+    ) -> Result<Arc<Disk>, Error> {
+        let place = Place::of(&spec.path, &tier.dir)?;
+        self.refuse_served(spec, &place.disk())?;
+        let (disk, tiered) = Tiered::open(&place, tier.options(), options, &self.resources)?;
+        let head = tiered.status();
+        tracing::info!(
+            disk = spec.name, repository = %head.repository.display(), epoch = %head.epoch,
+            "published by this host: a write is durable here at once, and in the repository within {} s while that answers",
+            tier.options().window.as_secs()
+        );
+        if let Some(entry) = self.table.lock().entry_mut(&spec.name) {
+            entry.tier = Some(Arc::new(tiered));
+        }
+        Ok(disk)
+    }
+
+    fn tier(&self, name: &str) -> Result<Arc<Tiered>, Error> {
+        let table = self.table.lock();
+        table.serving(name)?;
+        let tier = table.entry(name).and_then(|entry| entry.tier.clone());
+        tier.ok_or_else(|| Error::NotTiered { name: name.to_owned() })
+    }
+
+    /// Cuts a tiered disk, and waits until that is published.
+    ///
+    /// # Errors
+    /// No such disk, one that is not served or not tiered; one that cannot be published: what was cut off is tried again.
+    pub fn sync_tier(&self, name: &str) -> Result<api::TierStatus, Error> {
+        // The disk is not lent: who removes it need not wait for a repository that does not answer.
+        Ok(tier_status(&self.tier(name)?.sync(Instant::now() + SYNC_PATIENCE)?))
+    }
+
+    /// Publishes all of a disk that nobody uses any more, and ends what does so. What cannot be published stays on this host.
+    pub(super) fn publish_last(&self, name: &str) {
+        let tier = self.table.lock().entry(name).and_then(|entry| entry.tier.clone());
+        if let Some(Err(error)) = tier.map(|tier| tier.sync(Instant::now() + LAST_PATIENCE)) {
+            tracing::error!(disk = name, "removed, and not all of it is published: {error}");
+        }
+        self.end_tier(name);
+    }
+
+    /// Ends what publishes a disk, before that is closed.
+    pub(super) fn end_tier(&self, name: &str) {
+        let tier = self.table.lock().entry_mut(name).and_then(|entry| entry.tier.take());
+        if tier.is_some_and(|tier| !tier.stop(Instant::now() + END_PATIENCE)) {
+            tracing::error!(disk = name, "its repository does not answer: this server still waits for it");
+        }
+    }
+
+    /// Has no disk published any more: the next server goes on with what is not.
+    pub(super) fn begin_to_end_tiers(&self) {
+        self.table
+            .lock()
+            .disks
+            .iter()
+            .filter_map(|entry| entry.tier.as_ref())
+            .for_each(|tier| tier.begin_stop());
+    }
+}
+
+/// In the API's words.
+pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
+    let now = now_ns();
+    let age = |ns: u64| now.saturating_sub(ns) / 1_000_000_000;
+    let (state, error, stalled_seconds) = match &status.state {
+        TierState::Publishing => (api::TierState::Publishing, None, None),
+        TierState::Stalled { since_ns, why } => {
+            (api::TierState::Stalled, Some(why.clone()), Some(age(*since_ns)))
+        }
+        TierState::Fenced { why } => (api::TierState::Fenced, Some(why.clone()), None),
+    };
+    api::TierStatus {
+        state,
+        error,
+        stalled_seconds,
+        repository: path_to_text(&status.repository),
+        local: path_to_text(&status.local),
+        owner: status.owner.to_string(),
+        generation: status.generation.get(),
+        epoch: status.epoch.get(),
+        epoch_age_seconds: age(status.epoch_time_ns),
+        epoch_layers: status.layers as u64,
+        unpublished_bytes: status.unpublished_bytes,
+        unpublished_seconds: status.unpublished_since_ns.map(age),
+    }
+}
