@@ -17,6 +17,7 @@ mod serve;
 mod snapshot;
 mod states;
 mod survey;
+mod tier;
 mod vm;
 
 use std::ffi::OsString;
@@ -47,6 +48,7 @@ pub use self::snapshot::{
     SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 pub use self::survey::SurveyArgs;
+pub use self::tier::{TakeoverArgs, TierArgs, TierCommand, TierDiskArgs};
 pub use self::vm::{
     DiskSnapshotArgs, MachineKind, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmGcArgs,
     VmListArgs, VmMode, VmPagesArgs, VmPruneArgs, VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs,
@@ -147,11 +149,13 @@ pub enum Command {
     /// Watch what the disks of a running server are doing
     Top(TopArgs),
     /// Show a disk of a running server, add, limit or remove one
-    Disk(DiskArgs),
+    Disk(Box<DiskArgs>),
     /// Add an export to a running server, or remove one
     Export(ExportArgs),
     /// Begin, watch and change the long work of a running server
     Job(JobArgs),
+    /// Show what of a tiered disk is published, publish it now, or take it over from another host
+    Tier(TierArgs),
     /// Take snapshots of running guests (memory, devices and disks), and start guests from them
     Vm(VmArgs),
     /// Print the completion script of a shell

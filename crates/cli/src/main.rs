@@ -82,6 +82,7 @@ fn run(mut command: Command) -> anyhow::Result<ExitCode> {
         Command::Disk(args) => commands::disk::run(&args),
         Command::Export(args) => commands::export::run(&args),
         Command::Job(args) => commands::job::run(&args),
+        Command::Tier(args) => commands::tier::run(&args),
         Command::Vm(args) => commands::vm::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
         Command::ThawGuard(args) => commands::serve::thaw_guard(&args),

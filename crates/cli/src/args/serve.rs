@@ -25,10 +25,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// A disk: path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
-    /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,LIMITS] (repeatable);
+    /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,window=SECONDS]][,LIMITS] (repeatable);
     /// keep=daily=7,,weekly=4 has the server delete other snapshots; backing= names all that its backing files may be, or lie
     /// in, instead of its own directory; detect-zeroes=unmap gives the space of clusters that are written with zeros back; subclusters=off
-    /// has overlays of snapshots made without subclusters; LIMITS are
+    /// has overlays of snapshots made without subclusters; tier=DIR keeps what guests write in DIR on this host and publishes it
+    /// beside FILE, on a NAS for example, when a write is 30 or SECONDS old, see `tier`; LIMITS are
     /// iops-total=1000, bps-read=64M and their like, as for `disk limit`
     #[arg(
         long = "disk",
@@ -137,6 +138,7 @@ const SERVE_HELP: &str = "\
 Examples:
   vmstrata serve --disk path=web.qcow2,name=web --vhost-user web=/run/web.sock
   vmstrata serve --disk path=web.qcow2 --vhost-user web=/run/web.sock,queues=4 --nbd unix:/run/nbd.sock
+  vmstrata serve --disk path=/mnt/nas/web.qcow2,tier=/var/lib/vmstrata --vhost-user web=/run/web.sock
   vmstrata serve --disk path=web.qcow2 --at mon --nbd unix:/run/mon.sock
   vmstrata serve --disk path=backup.qcow2,read-only --nbd tcp:0.0.0.0:10809 \\
       --nbd-tls-cert cert.pem --nbd-tls-key key.pem --nbd-tls-client-ca ca.pem

@@ -65,6 +65,7 @@ fn add(client: &Client, spec: &DiskSpec) -> Result<DiskDetail> {
         path: here(&spec.path),
         clone: spec.clone.as_ref().map(here),
         agent: spec.agent.as_ref().map(here),
+        tier: spec.tier.as_ref().map(here),
         backing: spec.backing.as_ref().map(|paths| paths.iter().map(here).collect()),
         ..spec.clone()
     };

@@ -21,6 +21,7 @@ pub mod snapshot;
 pub mod states;
 pub mod status;
 pub mod survey;
+pub mod tier;
 pub mod top;
 pub mod vm;
 

@@ -8,7 +8,7 @@ use vmstrata_disk::snapshot::{split_state, state_of};
 use vmstrata_types::path_from_text;
 
 use super::snapshot::live::is_file_of;
-use crate::args::{Command, ControlArgs, IndexCommand, SnapshotCommand};
+use crate::args::{Command, ControlArgs, IndexCommand, SnapshotCommand, TierCommand};
 use crate::client::Client;
 
 /// Puts the path of its disk in the place of a name under which a server serves it. What leads to a file, or has a slash, is no
@@ -37,6 +37,12 @@ fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs)> {
         Command::Merge(args) => (vec![&mut args.disk], args.access.server.clone()),
         Command::Flatten(args) => (vec![&mut args.disk], args.access.server.clone()),
         Command::Resize(args) => (vec![&mut args.disk], args.access.server.clone()),
+        Command::Tier(args) => match &mut args.command {
+            TierCommand::Status(args) | TierCommand::Sync(args) => {
+                (vec![&mut args.disk], args.server.clone())
+            }
+            TierCommand::Takeover(_) => return None,
+        },
         Command::Index(args) => match &mut args.command {
             IndexCommand::Build(args) => (vec![&mut args.disk], args.server.clone()),
             IndexCommand::Verify(args) => (vec![&mut args.disk], any()),

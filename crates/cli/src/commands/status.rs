@@ -7,6 +7,7 @@ use vmstrata_api::{DiskState, DiskStatus, ExportSpec, ExportStatus, ServerStatus
 
 use crate::args::StatusArgs;
 use crate::client::Client;
+use crate::commands::tier;
 use crate::output::{Table, answer, counted, share, share_of};
 use crate::units::short_size;
 
@@ -25,7 +26,7 @@ fn to_text(status: &ServerStatus) -> String {
     status.disks.iter().for_each(|disk| disks.row(disk_row(disk)));
     let mut exports = Table::new([">EXPORT", "KIND", "DISK", "AT", "USE"]);
     status.exports.iter().for_each(|export| exports.row(export_row(export)));
-    format!("{}\n\n{disks}{}\n{exports}", headline(status), failures(status))
+    format!("{}\n\n{disks}{}{}\n{exports}", headline(status), failures(status), tiers(status))
 }
 
 /// The line that says which server this is and how full it is.
@@ -54,6 +55,12 @@ pub fn failures(status: &ServerStatus) -> String {
     let slow = status.io_uring_refused.iter();
     let slow = slow.map(|why| format!("io_uring is refused, and threads carry requests out: {why}\n"));
     failed.chain(disks).chain(exports).chain(slow).collect()
+}
+
+/// A line for each tiered disk: what of it is published.
+pub fn tiers(status: &ServerStatus) -> String {
+    let tiers = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.tier.as_ref()?)));
+    tiers.map(|(name, tier)| format!("{name}: {}\n", tier::line(tier))).collect()
 }
 
 /// What a disk is doing, in a word or two.
@@ -105,7 +112,7 @@ fn export_row(export: &ExportStatus) -> [String; 5] {
 }
 
 /// `3 s`, `5 min 3 s`, `2 h 5 min`, `4 d 2 h`: the two largest units that say something.
-fn duration(seconds: u64) -> String {
+pub fn duration(seconds: u64) -> String {
     let units = [
         ("d", seconds / 86_400),
         ("h", seconds / 3600 % 24),

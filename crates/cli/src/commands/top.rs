@@ -22,7 +22,7 @@ use vmstrata_api::{JobList, ServerStatus, StatsList};
 
 use self::keys::Keys;
 use self::rates::{DiskRates, rates};
-use super::status::{failures, headline};
+use super::status::{failures, headline, tiers};
 use crate::args::TopArgs;
 use crate::client::Client;
 use crate::commands::backup::until_stopped;
@@ -85,7 +85,7 @@ fn fit(text: &str, rows: usize, columns: usize) -> String {
 fn screen(client: &Client, now: &StatsList, disks: &[DiskRates], room: usize) -> Result<String> {
     let status: ServerStatus = client.get("/v1/status")?;
     let jobs: JobList = client.get("/v1/jobs")?;
-    let failed = failures(&status);
+    let failed = failures(&status) + &tiers(&status);
     let headline = headline(&ServerStatus { resources: now.resources, ..status });
     let running = jobs.jobs.iter().filter(|job| !job.state.is_ended()).map(|job| {
         let share = percent(job.done, job.total);

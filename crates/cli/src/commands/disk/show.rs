@@ -7,6 +7,7 @@ use vmstrata_api::{
 
 use crate::commands::serve::attachments;
 use crate::commands::status::{mode, state};
+use crate::commands::tier;
 use crate::commands::top::time;
 use crate::output::{Table, counted};
 use crate::units::short_size;
@@ -30,6 +31,9 @@ pub fn to_text(shown: &DiskDetail, number: usize) -> String {
     }
     if disk.limits != DiskLimits::default() {
         text += &format!("  limits: {}\n", disk.limits);
+    }
+    if let Some(tier) = &disk.tier {
+        text += &format!("  tier: {}\n", tier::line(tier));
     }
     text += &attachments(&disk.name, number, &shown.exports);
     if let Some(stats) = &shown.stats {

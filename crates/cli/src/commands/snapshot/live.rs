@@ -226,8 +226,9 @@ pub fn is_file_of(served: &DiskStatus, disk: &Path) -> bool {
     if served.file == Some(file) {
         return true;
     }
-    // It gets another file at each snapshot, and the server may have said which before or after; the file system stays.
-    let may_be = served.file.is_none_or(|active| active.device == file.device);
+    // It gets another file at each snapshot, and the server may have said which before or after; the file system stays, but for a
+    // tiered disk's, which is another.
+    let may_be = served.tier.is_some() || served.file.is_none_or(|active| active.device == file.device);
     let path = path_from_text(&served.path);
     may_be && path.is_absolute() && number_of(&path) == Some(file)
 }

@@ -1,0 +1,76 @@
+//! `vmstrata tier` on the command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+use super::ControlArgs;
+
+/// `vmstrata tier`
+#[derive(Debug, Args)]
+#[command(after_help = HELP)]
+pub struct TierArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: TierCommand,
+}
+
+/// The commands of `vmstrata tier`.
+#[derive(Debug, Subcommand)]
+pub enum TierCommand {
+    /// Show what of a disk is published, and what is not
+    #[command(
+        after_help = "Examples:\n  vmstrata tier status web\n  vmstrata tier status /mnt/nas/vms/web.qcow2\n  vmstrata tier status web --json | jq .unpublished_seconds\n\nOf a disk that no server of this host serves, its repository is read."
+    )]
+    Status(TierDiskArgs),
+    /// Publish all that a guest has written until now, and wait until that is done
+    #[command(
+        after_help = "Examples:\n  vmstrata tier sync web\n  vmstrata tier sync web && vmstrata disk remove web"
+    )]
+    Sync(TierDiskArgs),
+    /// Take a disk over whose host is off: what that host published is served by this one from then on
+    #[command(
+        after_help = "Examples:\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes\n\nMake sure that the other host is off, or at least that its guest is. If it is not, it can publish nothing more, refuses writes \
+at its next try, and keeps what it had not published. A copy that this host has from before is put aside, and named.\n\
+Then serve the disk: vmstrata serve --disk path=/mnt/nas/vms/web.qcow2,tier=/var/lib/vmstrata"
+    )]
+    Takeover(TakeoverArgs),
+}
+
+const HELP: &str = "\
+Examples:
+  vmstrata serve --disk path=/mnt/nas/vms/web.qcow2,tier=/var/lib/vmstrata --vhost-user web=/run/web.sock
+  vmstrata tier status web
+  vmstrata tier sync web
+  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes
+
+Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
+
+/// A tiered disk.
+#[derive(Debug, Args)]
+pub struct TierDiskArgs {
+    /// The disk: its path, or its name at the server
+    pub disk: PathBuf,
+    /// The server that may be serving it.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `vmstrata tier takeover`
+#[derive(Debug, Args)]
+pub struct TakeoverArgs {
+    /// The disk's path
+    pub disk: PathBuf,
+    /// The directory on this host for its copies of disks, as in the disk's key tier=DIR
+    #[arg(long, value_name = "DIR")]
+    pub tier: PathBuf,
+    /// Do it: the other host is off
+    #[arg(long)]
+    pub yes: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}

@@ -1,0 +1,153 @@
+//! `vmstrata tier`: what of a disk is published, and who publishes it.
+
+use std::process::ExitCode;
+use std::slice;
+
+use anyhow::{Context as _, Result, bail};
+use serde::Serialize;
+use vmstrata_api::{DiskDetail, TierState, TierStatus, encode_segment};
+use vmstrata_disk::OpenOptions;
+use vmstrata_disk::snapshot::now_ns;
+use vmstrata_repo::DirectoryRepository;
+use vmstrata_tier::{Head, Place, is_object_name, newest, repository_of};
+use vmstrata_types::path_to_text;
+
+use super::snapshot::live::Live;
+use super::snapshot::resources;
+use super::status::duration;
+use crate::args::{JournalArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs};
+use crate::audit;
+use crate::output::{answer, counted};
+use crate::units::short_size;
+
+/// Runs the command.
+///
+/// # Errors
+/// What could not be done.
+pub fn run(args: &TierArgs) -> Result<ExitCode> {
+    match &args.command {
+        TierCommand::Status(args) => status(args)?,
+        TierCommand::Sync(args) => sync(args)?,
+        TierCommand::Takeover(args) => take_over(args)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What a repository says of a disk.
+#[derive(Debug, Serialize)]
+struct Published {
+    disk: String,
+    repository: String,
+    owner: String,
+    generation: u64,
+    epoch: u64,
+    epoch_age_seconds: u64,
+    epoch_layers: u64,
+    /// Bytes of its layers.
+    bytes: u64,
+    /// An earlier copy that was put aside.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    branch: Option<String>,
+}
+
+impl Published {
+    fn of(disk: &std::path::Path, head: &Head) -> Self {
+        let epoch = &head.epoch;
+        Self {
+            disk: path_to_text(disk),
+            repository: path_to_text(&repository_of(disk)),
+            owner: head.owner.to_string(),
+            generation: head.generation.get(),
+            epoch: epoch.number.get(),
+            epoch_age_seconds: now_ns().saturating_sub(epoch.time_ns) / 1_000_000_000,
+            epoch_layers: epoch.objects.len() as u64,
+            bytes: epoch.objects.iter().map(|object| object.bytes).sum(),
+            branch: None,
+        }
+    }
+
+    fn text(&self) -> String {
+        let (age, layers) = (duration(self.epoch_age_seconds), counted(self.epoch_layers, "layer"));
+        let Self { disk, epoch, generation, owner, .. } = self;
+        format!(
+            "{disk}: epoch {epoch}, {age} old, {layers}; published by copy {owner}, generation {generation}\n"
+        )
+    }
+}
+
+fn newest_of(disk: &std::path::Path) -> Result<Head> {
+    let disk = disk.canonicalize().with_context(|| format!("{}: cannot be found", disk.display()))?;
+    let repository = DirectoryRepository::open(&repository_of(&disk), is_object_name);
+    let repository = repository.with_context(|| format!("{}: is not a tiered disk", disk.display()))?;
+    newest(&repository)?.with_context(|| format!("{}: nothing of it is published", disk.display()))
+}
+
+fn status(args: &TierDiskArgs) -> Result<()> {
+    let Some(live) = Live::find(slice::from_ref(&args.disk), &args.server)? else {
+        let published = Published::of(&args.disk.canonicalize()?, &newest_of(&args.disk)?);
+        return answer(args.json, &published, || published.text());
+    };
+    let path = format!("/v1/disks/{}", encode_segment(live.name()));
+    let shown: DiskDetail = live.client().get(&path)?;
+    let status = shown.disk.tier.with_context(|| format!("disk '{}' is not tiered", live.name()))?;
+    answer(args.json, &status, || format!("{}: {}\n{}", live.name(), line(&status), places(&status)))
+}
+
+fn sync(args: &TierDiskArgs) -> Result<()> {
+    let live = Live::find(slice::from_ref(&args.disk), &args.server)?;
+    let live = live.with_context(|| format!("{}: no server serves it here", args.disk.display()))?;
+    let path = format!("/v1/disks/{}/tier/sync", encode_segment(live.name()));
+    let status: TierStatus = live.client().post(&path, &())?;
+    answer(args.json, &status, || format!("{}: {}\n", live.name(), line(&status)))
+}
+
+fn take_over(args: &TakeoverArgs) -> Result<()> {
+    let found = Published::of(&args.disk, &newest_of(&args.disk)?);
+    if !args.yes {
+        bail!(
+            "{}what its host wrote after that is lost to this one: make sure that host is off, then add --yes",
+            found.text()
+        );
+    }
+    let place = Place::of(&args.disk, &args.tier)?;
+    let resources = resources(&JournalArgs::default())?;
+    let taken = audit::change(audit::of("tier_takeover", [&args.disk]), |what| {
+        let (head, branch) = vmstrata_tier::take_over(&place, &OpenOptions::default(), &resources)?;
+        what.object = Some(format!("epoch {}", head.epoch.number));
+        Ok(Published { branch: branch.as_deref().map(path_to_text), ..Published::of(&place.path, &head) })
+    })?;
+    answer(args.json, &taken, || {
+        let aside = taken.branch.iter().map(|branch| format!("this host's copy of before is {branch}\n"));
+        let (path, tier) = (path_to_text(&args.disk), path_to_text(&args.tier));
+        let next = format!("serve it: vmstrata serve --disk path={path},tier={tier} ...\n");
+        format!("taken over: {}{}{next}", taken.text(), aside.collect::<String>())
+    })
+}
+
+/// What is published and what is not, in a line.
+pub fn line(status: &TierStatus) -> String {
+    let epoch = format!("epoch {}, {} old", status.epoch, duration(status.epoch_age_seconds));
+    let rest = match status.unpublished_seconds {
+        None => "all is published".to_owned(),
+        Some(seconds) => {
+            format!("{} of {} not published", short_size(status.unpublished_bytes), duration(seconds))
+        }
+    };
+    let why = status.error.as_deref().unwrap_or_default();
+    match status.state {
+        TierState::Publishing => format!("{epoch}; {rest}"),
+        TierState::Stalled => {
+            let since = duration(status.stalled_seconds.unwrap_or_default());
+            format!("{epoch}; {rest}; NOT PUBLISHED for {since}, and tried again: {why}")
+        }
+        TierState::Fenced => format!("{epoch}; {rest}; FENCED: {why}"),
+    }
+}
+
+fn places(status: &TierStatus) -> String {
+    let layers = counted(status.epoch_layers, "layer");
+    format!(
+        "  repository {} ({layers})\n  this host's copy {}: {}, generation {}\n  a write is durable on this host at once, and in the repository with the next epoch\n",
+        status.repository, status.owner, status.local, status.generation
+    )
+}

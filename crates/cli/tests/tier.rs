@@ -1,0 +1,244 @@
+//! Tiered disks as users serve them: published from one host, taken over by another, cut off from the repository.
+
+mod support;
+
+use std::fs;
+use std::path::PathBuf;
+
+use serde_json::Value;
+use support::http::ask;
+use support::server::Server;
+use support::{Images, assert_clean, audited, run_err, run_json, run_ok, tool, tool_ok, wait_until};
+
+/// A disk on a NAS, and hosts each with a directory of its own.
+struct Nas {
+    images: Images,
+    path: String,
+    /// What the disk should hold, written by a stock tool.
+    model: String,
+}
+
+impl Nas {
+    fn new() -> Self {
+        let images = Images::new();
+        fs::create_dir(images.path("nas")).unwrap();
+        let (path, model) = (images.name("nas/web.qcow2"), images.name("model.qcow2"));
+        for image in [&path, &model] {
+            tool_ok("qemu-img", ["create", "-q", "-f", "qcow2", image, "64M"]);
+        }
+        Self { images, path, model }
+    }
+
+    fn args(&self, host: &str, window: u32) -> [String; 4] {
+        let disk = format!("path={},tier={},window={window}", self.path, self.images.name(host));
+        let nbd = format!("unix:{},rw", self.images.name(&format!("{host}.sock")));
+        ["--disk".to_owned(), disk, "--nbd".to_owned(), nbd]
+    }
+
+    /// Serves the disk. It is cut when it is asked to be.
+    fn serve(&self, host: &str) -> Server {
+        let args = self.args(host, 600);
+        Server::start(&args.each_ref().map(String::as_str))
+    }
+
+    fn takeover(&self, host: &str, more: &[&str]) -> Vec<String> {
+        let tier = self.images.name(host);
+        let args = ["tier", "takeover", &self.path, "--tier", &tier];
+        args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
+    }
+
+    /// The guest writes, and so does the model.
+    fn write(&self, server: &Server, command: &str) {
+        tool_ok("qemu-io", ["-f", "raw", "-c", command, "-c", "flush", &server.uri("web")]);
+        tool_ok("qemu-io", ["-f", "qcow2", "-c", command, &self.model]);
+    }
+
+    fn repository(&self) -> PathBuf {
+        self.images.path("nas/web.qcow2.tier")
+    }
+
+    fn away(&self) -> PathBuf {
+        self.images.path("nas/away")
+    }
+
+    /// Stock tools find all layers clean, and read at the disk's path what the model has.
+    fn assert_published(&self) {
+        let layers = fs::read_dir(self.repository()).unwrap().map(|entry| entry.unwrap().path());
+        let layers: Vec<PathBuf> =
+            layers.filter(|layer| layer.extension().is_some_and(|suffix| suffix == "qcow2")).collect();
+        assert!(!layers.is_empty());
+        layers.iter().for_each(|layer| assert_clean(layer));
+        assert_clean(self.path.as_ref());
+        tool_ok("qemu-img", ["compare", &self.path, &self.model]);
+    }
+}
+
+fn tier(server: &Server) -> Value {
+    ask(&server.control(), "GET", "/v1/disks/web", "").json()["tier"].clone()
+}
+
+fn metric(server: &Server, name: &str) -> String {
+    let text = ask(&server.control(), "GET", "/v1/metrics", "").body;
+    let line = text.lines().find(|line| line.starts_with(&format!("vmstrata_tier_{name}{{")));
+    line.expect("a metric").rsplit(' ').next().unwrap().to_owned()
+}
+
+#[test]
+fn a_killed_hosts_disk_is_taken_over_and_that_host_is_fenced() {
+    let nas = Nas::new();
+    tool_ok("qemu-io", ["-f", "qcow2", "-c", "write -P 9 4M 1M", &nas.path]);
+    tool_ok("qemu-io", ["-f", "qcow2", "-c", "write -P 9 4M 1M", &nas.model]);
+    let first = nas.serve("a");
+    nas.write(&first, "write -P 1 0 1M");
+    nas.write(&first, "write -P 2 12345k 3k");
+    let said = first.ask_ok(["tier", "sync", "web"]);
+    assert!(said.contains("epoch 2") && said.contains("all is published"), "{said}");
+    nas.assert_published();
+    tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 3 8M 64k", "-c", "flush", &first.uri("web")]);
+    wait_until("the write is seen", || tier(&first)["unpublished_seconds"].is_u64());
+    assert!(tier(&first)["unpublished_bytes"].as_u64() > Some(0));
+    for command in [&["status"][..], &["disk", "show", "web"], &["tier", "status", "web"], &["top", "--once"]]
+    {
+        let said = first.ask_ok(command.iter().copied());
+        assert!(said.contains("epoch 2") && said.contains("not published"), "{said}");
+    }
+    let runtime = first.crash();
+
+    let told = run_err(1, nas.takeover("b", &[]));
+    assert!(told.contains("epoch 2") && told.contains("--yes"), "{told}");
+    let audit = nas.images.name("audit");
+    let taken = run_json(nas.takeover("b", &["--yes", "--json", "--audit", &audit]));
+    assert_eq!((&taken["epoch"], &taken["generation"]), (&2.into(), &2.into()));
+    let [line] = &audited(audit.as_ref())[..] else { panic!("one change") };
+    let recorded = [&line["change"], &line["disks"][0], &line["object"]];
+    assert_eq!(recorded, ["tier_takeover", &nas.path, "epoch 2"]);
+    let second = nas.serve("b");
+    for command in ["read -P 1 0 1M", "read -P 9 4M 1M", "read -P 0 8M 64k"] {
+        let read = tool_ok("qemu-io", ["-f", "raw", "-c", command, &second.uri("web")]);
+        assert!(!read.contains("verification failed"), "{command}: {read}");
+    }
+    nas.write(&second, "write -P 4 0 64k");
+    second.ask_ok(["tier", "sync", "web"]);
+    nas.assert_published();
+
+    // The first host comes back.
+    let args = nas.args("a", 600);
+    let start = ["serve", "--runtime-dir", runtime.path().to_str().unwrap()];
+    let refused = run_err(1, start.into_iter().chain(args.iter().map(String::as_str)));
+    let owner = tier(&second)["owner"].as_str().unwrap().to_owned();
+    assert!(refused.contains(&owner) && refused.contains("vmstrata tier takeover"), "{refused}");
+
+    // A disk that is removed is published first.
+    nas.write(&second, "write -P 5 32M 1M");
+    second.ask_ok(["disk", "remove", "web"]);
+    let published = run_json(["tier", "status", &nas.path, "--json"]);
+    assert_eq!((&published["owner"], &published["epoch"]), (&owner.into(), &4.into()));
+    nas.assert_published();
+    assert!(second.stop().success());
+    // What the first host had alone is a branch.
+    let said = run_ok(nas.takeover("a", &["--yes"]));
+    assert!(said.contains(".branch-"), "{said}");
+    let first = nas.serve("a");
+    nas.write(&first, "write -P 6 48M 1M");
+    first.ask_ok(["tier", "sync", "web"]);
+    nas.assert_published();
+    assert!(first.stop().success());
+}
+
+#[test]
+fn a_running_host_that_was_taken_over_says_so_and_refuses_writes() {
+    let nas = Nas::new();
+    let first = nas.serve("a");
+    nas.write(&first, "write -P 1 0 1M");
+    first.ask_ok(["tier", "sync", "web"]);
+    run_ok(nas.takeover("b", &["--yes"]));
+    tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 2 0 64k", &first.uri("web")]);
+    let refused = first.ask_err(["tier", "sync", "web"]);
+    assert!(refused.contains("publishes here since generation 2"), "{refused}");
+    let status = tier(&first);
+    assert_eq!((&status["state"], metric(&first, "fenced").as_str()), (&"fenced".into(), "1"));
+    assert!(first.ask_ok(["status"]).contains("FENCED"));
+    let write = tool("qemu-io", ["-f", "raw", "-c", "write -P 2 0 64k", &first.uri("web")]);
+    assert!(String::from_utf8_lossy(&write.stdout).contains("write failed"), "{write:?}");
+    nas.assert_published();
+    assert!(!first.stop().success(), "its image is as after a crash");
+}
+
+#[test]
+fn a_restart_after_a_kill_publishes_what_was_cut_and_what_was_not() {
+    let nas = Nas::new();
+    let server = nas.serve("a");
+    nas.write(&server, "write -P 1 0 1M");
+    server.ask_ok(["tier", "sync", "web"]);
+    fs::rename(nas.repository(), nas.away()).unwrap();
+    nas.write(&server, "write -P 2 512k 1M");
+    let refused = server.ask_err(["tier", "sync", "web"]);
+    assert!(refused.contains("web.qcow2.tier"), "{refused}");
+    nas.write(&server, "write -P 3 20M 1M");
+    let runtime = server.crash();
+    fs::rename(nas.away(), nas.repository()).unwrap();
+    let args = nas.args("a", 600);
+    let server = Server::start_in(runtime, &args.each_ref().map(String::as_str));
+    wait_until("the epoch that was cut", || tier(&server)["epoch"] == 3);
+    server.ask_ok(["tier", "sync", "web"]);
+    assert_eq!(tier(&server)["epoch"], 4);
+    nas.assert_published();
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_guest_goes_on_while_its_repository_is_gone_which_then_gets_all() {
+    let nas = Nas::new();
+    let args = nas.args("a", 1);
+    let server = Server::start(&args.each_ref().map(String::as_str));
+    nas.write(&server, "write -P 1 0 1M");
+    wait_until("an epoch", || tier(&server)["epoch"] == 2);
+    fs::rename(nas.repository(), nas.away()).unwrap();
+    nas.write(&server, "write -P 2 512k 1M");
+    wait_until("it is seen", || tier(&server)["state"] == "stalled");
+    assert_eq!(metric(&server, "stalled"), "1");
+    assert!(server.ask_ok(["status"]).contains("NOT PUBLISHED"));
+    for number in 0..10 {
+        nas.write(&server, &format!("write -P {} {}M 300k", 10 + number, number * 5));
+    }
+    let read = tool_ok("qemu-io", ["-f", "raw", "-c", "read -P 19 45M 300k", &server.uri("web")]);
+    assert!(!read.contains("verification failed"), "{read}");
+    fs::rename(nas.away(), nas.repository()).unwrap();
+    wait_until("all is published", || {
+        let tier = tier(&server);
+        tier["state"] == "publishing" && tier["unpublished_seconds"].is_null()
+    });
+    server.ask_ok(["tier", "sync", "web"]);
+    nas.assert_published();
+    assert_eq!(metric(&server, "unpublished_bytes"), "0");
+    assert!(server.stop().success());
+}
+
+#[test]
+fn what_does_not_go_with_tiers_is_refused_by_name() {
+    let nas = Nas::new();
+    let server = nas.serve("a");
+    for command in [
+        &["snapshot", "create", &nas.path, "--name", "mon"][..],
+        &["job", "flatten", "web"],
+        &["job", "index-build", "web"],
+    ] {
+        let refused = server.ask_err(command.iter().copied());
+        assert!(refused.contains("disk 'web' is tiered"), "{command:?}: {refused}");
+    }
+    nas.write(&server, "write -P 1 0 1M");
+    server.ask_ok(["resize", &nas.path, "96M"]);
+    tool_ok("qemu-img", ["resize", "-q", &nas.model, "96M"]);
+    nas.write(&server, "write -P 2 80M 1M");
+    server.ask_ok(["tier", "sync", "web"]);
+    nas.assert_published();
+    assert!(server.stop().success());
+    for (keys, why) in [
+        ("read-only", "'read-only' does not go with 'tier'"),
+        ("window=601", "'window' is 1 to 600 seconds, not 601"),
+    ] {
+        let disk = format!("path={},tier={},{keys}", nas.path, nas.images.name("c"));
+        let refused = run_err(64, ["serve", "--disk", &disk, "--nbd", "unix:/nowhere"]);
+        assert!(refused.contains(why), "{refused}");
+    }
+}
