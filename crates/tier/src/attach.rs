@@ -68,7 +68,8 @@ pub(crate) fn adopt(
 ) -> Result<(Epoch, Arc<Disk>)> {
     let path = &place.path;
     check_image(path)?;
-    let open = OpenOptions { format: Some(Format::Qcow2), read_only: false, ..open.clone() };
+    // Images that stand on it would read every epoch.
+    let open = OpenOptions { format: Some(Format::Qcow2), read_only: false, force: false, ..open.clone() };
     // Takes up the journal of a killed writer.
     Disk::open(path, &open, resources)?.close()?;
     // Nobody writes it from here on.
@@ -139,7 +140,7 @@ fn in_repository(place: &Place, id: ObjectId) -> std::path::PathBuf {
 ///
 /// # Errors
 /// [`Error::Foreign`]; a file that cannot be read.
-pub(crate) fn check_own(place: &Place, epoch: &Epoch) -> Result<()> {
+fn check_own(place: &Place, epoch: &Epoch) -> Result<()> {
     let Some(found) = FileId::at(&place.path) else { return Ok(()) };
     let first = epoch.objects.first().map(|first| place.repository.join(first.id.layer_name().as_str()));
     if first.is_some_and(|first| FileId::at(&first) == Some(found)) {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 use vmstrata_repo::ObjectName;
 
-use crate::head::{EpochNumber, Head};
+use crate::head::{EpochNumber, Head, OBJECTS_MAX};
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -66,6 +66,12 @@ pub enum Error {
         repository: String,
         /// What it published.
         by: Box<Head>,
+    },
+    /// A disk with as many layers as a head names.
+    #[error("{repository}: the disk has {OBJECTS_MAX} layers, which is the most that are published")]
+    TooManyLayers {
+        /// The repository.
+        repository: String,
     },
     /// A file of this host or of the disk's directory.
     #[error("{}: cannot {action}: {source}", path.display())]

@@ -31,10 +31,10 @@ use vmstrata_disk::{CreateOptions, Disk, Format, OpenOptions, Resources, create}
 use vmstrata_repo::Repository;
 use vmstrata_types::ClusterBits;
 
-use crate::attach::{adopt, check_image, check_own, point_at, seal};
+use crate::attach::{adopt, check_image, point_at, seal};
 use crate::dense::ship_state;
 use crate::error::{Error, Result};
-use crate::head::{Epoch, EpochNumber, Generation, Head, OwnerId};
+use crate::head::{Epoch, EpochNumber, Generation, Head, OBJECTS_MAX, OwnerId};
 use crate::place::{Copy, Place};
 use crate::publisher::{Claim, Publisher};
 
@@ -159,9 +159,11 @@ pub fn take_over(
     let repository = place.open_repository()?.ok_or_else(no_head)?;
     let newest = crate::publisher::newest(&*repository)?.ok_or_else(no_head)?;
     let (mut copy, mut aside) = (Copy::hold(place)?, None);
-    if let Some(record) = copy.record() {
-        let is_whole = holds(place, open, record.base, newest.epoch.number)?;
-        if record.owner == newest.owner && is_whole {
+    // One without a base was never written.
+    if let Some((owner, base)) = copy.record().and_then(|record| Some((record.owner, record.base?))) {
+        let is_whole =
+            || Ok::<_, Error>(place.disk().exists() && holds(place, open, base, newest.epoch.number)?);
+        if owner == newest.owner && is_whole()? {
             return Err(Error::OwnCopy { copy: place.local.clone() });
         }
         let (path, new) = copy.set_aside()?;
@@ -224,13 +226,10 @@ fn cuts(disk: &Path, open: &OpenOptions) -> Result<Vec<Cut>> {
     Ok(cuts)
 }
 
-/// Whether the copy has the state of this epoch: as a layer, or because it was made on it.
-fn holds(place: &Place, open: &OpenOptions, base: Option<EpochNumber>, epoch: EpochNumber) -> Result<bool> {
-    if base.is_none_or(|base| base == epoch) {
-        return Ok(true);
-    }
-    let cuts = cuts(&place.disk(), &open_options(place, open))?;
-    Ok(cuts.iter().any(|cut| cut.number == epoch))
+/// Whether the copy has the state of this epoch: because it was made on it, or as a layer.
+fn holds(place: &Place, open: &OpenOptions, base: EpochNumber, epoch: EpochNumber) -> Result<bool> {
+    let layers = || cuts(&place.disk(), &open_options(place, open));
+    Ok(base == epoch || layers()?.iter().any(|cut| cut.number == epoch))
 }
 
 impl Tiered {
@@ -245,15 +244,20 @@ impl Tiered {
         open: &OpenOptions,
         resources: &Arc<Resources>,
     ) -> Result<(Arc<Disk>, Self)> {
-        let repository = match place.open_repository()? {
-            Some(repository) => repository,
-            None => {
-                check_image(&place.path)?;
-                place.make_repository()?
-            }
-        };
+        let repository = place.open_repository()?;
+        if repository.is_none() {
+            check_image(&place.path)?;
+        }
         let mut copy = Copy::hold(place)?;
         let base = copy.record().and_then(|record| record.base);
+        let repository = match (repository, base) {
+            (Some(repository), _) => repository,
+            (None, None) => place.make_repository()?,
+            // A file system that is not mounted must not become another.
+            (None, Some(_)) => {
+                return Err(Error::NoHead { repository: place.repository.display().to_string() });
+            }
+        };
         let owner = match copy.record() {
             Some(record) => record.owner,
             None => {
@@ -264,14 +268,17 @@ impl Tiered {
         };
         let claim = if base.is_some() { Claim::Resume } else { Claim::First };
         let mut publisher = Publisher::claim(repository.clone(), owner, claim)?;
-        if base.is_none() {
-            make_copy(&mut copy, place, &mut publisher, open, resources)?;
+        match base {
+            None => make_copy(&mut copy, place, &mut publisher, open, resources)?,
+            Some(base) => {
+                let epoch = publisher.head().epoch.number;
+                if !holds(place, open, base, epoch)? {
+                    return Err(Error::OldCopy { copy: place.local.clone(), epoch });
+                }
+            }
         }
         let head = publisher.head();
-        check_own(place, &head.epoch)?;
-        if !holds(place, open, base, head.epoch.number)? {
-            return Err(Error::OldCopy { copy: place.local.clone(), epoch: head.epoch.number });
-        }
+        point_at(place, &head.epoch)?;
         let open = open_options(place, open);
         let disk = Disk::open(&place.disk(), &open, resources)?;
         let unknown_since = head.epoch.time_ns;
@@ -281,13 +288,13 @@ impl Tiered {
         let engine = Engine {
             shared: Arc::new(Shared::new(place, head)),
             written: written(&disk),
-            size: head.epoch.size,
-            dirty_since_ns: disk.has_written().then_some(unknown_since),
+            size: cuts.last().map_or(head.epoch.size, |cut| cut.size),
+            dirty_since: disk.has_written().then(|| Moment { ns: unknown_since, ..Moment::now() }),
             cuts,
             pending_since_ns,
-            looked_ns: now_ns(),
+            looked: Moment::now(),
             shipped: None,
-            pointed: None,
+            pointed: (head.epoch.number, Instant::now()),
             failures: 0,
             retry_at: None,
             place: place.clone(),
@@ -397,6 +404,20 @@ impl Shared {
     }
 }
 
+/// A time: to be shown, and to be measured from, whatever becomes of the host's clock.
+#[derive(Clone, Copy, Debug)]
+struct Moment {
+    /// In nanoseconds since 1970.
+    ns: u64,
+    at: Instant,
+}
+
+impl Moment {
+    fn now() -> Self {
+        Self { ns: now_ns(), at: Instant::now() }
+    }
+}
+
 /// Bytes that guests have written.
 fn written(disk: &Disk) -> u64 {
     disk.stats().bytes_of(Kind::Write)
@@ -418,14 +439,14 @@ struct Engine {
     /// The epochs that are layers of the local disk, oldest first.
     cuts: Vec<Cut>,
     /// When the oldest write that no epoch has came in, at the earliest.
-    dirty_since_ns: Option<u64>,
+    dirty_since: Option<Moment>,
     /// The same of epochs that are not published.
     pending_since_ns: Option<u64>,
-    looked_ns: u64,
+    looked: Moment,
     /// An epoch whose layer is in the repository, and which could not be published.
     shipped: Option<Epoch>,
     /// What the disk's path leads to, since when.
-    pointed: Option<(EpochNumber, Instant)>,
+    pointed: (EpochNumber, Instant),
     /// Failures since something was published.
     failures: u32,
     retry_at: Option<Instant>,
@@ -434,7 +455,12 @@ struct Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        self.shared.orders.lock().has_ended = true;
+        let mut orders = self.shared.orders.lock();
+        orders.has_ended = true;
+        if std::thread::panicking() {
+            let why = "a defect of vmstrata, which the log names: serve the disk again".to_owned();
+            orders.status.state = TierState::Stalled { since_ns: now_ns(), why };
+        }
         self.shared.changed.notify_all();
     }
 }
@@ -450,7 +476,7 @@ impl Engine {
             if passed.is_ok() {
                 self.tidy(is_asked);
             }
-            if !self.settle(asked, passed) {
+            if !self.settle(is_asked.then_some(asked), passed) {
                 break;
             }
         }
@@ -470,10 +496,10 @@ impl Engine {
 
     /// Looks whether the guest has written.
     fn look(&mut self) {
-        let before = std::mem::replace(&mut self.looked_ns, now_ns());
-        if self.dirty_since_ns.is_none() && self.is_dirty() {
+        let before = std::mem::replace(&mut self.looked, Moment::now());
+        if self.dirty_since.is_none() && self.is_dirty() {
             // Since the last look.
-            self.dirty_since_ns = Some(before);
+            self.dirty_since = Some(before);
         }
         self.report();
     }
@@ -490,9 +516,9 @@ impl Engine {
     }
 
     fn is_cut_due(&self) -> bool {
-        self.dirty_since_ns.is_some_and(|since| {
-            let age = Duration::from_nanos(now_ns().saturating_sub(since));
-            age >= self.options.window || written(&self.disk) - self.written >= self.options.epoch_bytes
+        self.dirty_since.is_some_and(|since| {
+            since.at.elapsed() >= self.options.window
+                || written(&self.disk) - self.written >= self.options.epoch_bytes
         })
     }
 
@@ -508,7 +534,7 @@ impl Engine {
 
     /// What a publication leaves to do.
     fn tidy(&mut self, is_asked: bool) {
-        let points = is_asked || self.pointed.is_none_or(|(_, since)| since.elapsed() >= POINT_EVERY);
+        let points = is_asked || self.pointed.1.elapsed() >= POINT_EVERY;
         let pointed = if points { self.point() } else { Ok(()) };
         if let Err(error) = pointed.and_then(|()| self.merge_published()) {
             tracing::warn!(disk = %self.place.path.display(), "published, and not tidied up: {}", error.told());
@@ -516,11 +542,11 @@ impl Engine {
     }
 
     /// Notes what became of a pass. Returns whether there will be others.
-    fn settle(&mut self, asked: u64, passed: Result<()>) -> bool {
+    fn settle(&mut self, asked: Option<u64>, passed: Result<()>) -> bool {
         let disk = self.place.path.display();
         let Err(error) = passed else {
             let mut orders = self.shared.orders.lock();
-            orders.done = asked;
+            orders.done = asked.unwrap_or(orders.done);
             if orders.status.state != TierState::Publishing {
                 tracing::info!(%disk, "published again");
                 orders.status.state = TierState::Publishing;
@@ -538,7 +564,9 @@ impl Engine {
         if orders.is_stopped {
             return false;
         }
-        orders.failed = (asked, why.clone());
+        if let Some(asked) = asked {
+            orders.failed = (asked, why.clone());
+        }
         orders.status.state = match &orders.status.state {
             _ if is_fenced => TierState::Fenced { why },
             TierState::Stalled { since_ns, .. } => TierState::Stalled { since_ns: *since_ns, why },
@@ -573,6 +601,9 @@ impl Engine {
             Some(shipped) => shipped,
             None => {
                 let mut objects = self.publisher.head().epoch.objects.clone();
+                if objects.len() == OBJECTS_MAX {
+                    return Err(Error::TooManyLayers { repository: self.repository.describe() });
+                }
                 let below = objects.last().map(|object| object.id);
                 objects.push(ship_state(&*self.repository, &cut.layer, below, &self.open, &self.resources)?);
                 Epoch { number: cut.number, time_ns: cut.time_ns, size: cut.size, objects }
@@ -595,16 +626,16 @@ impl Engine {
         let layer = self.disk.snapshot(&info)?.layer;
         self.cuts.push(Cut { number, layer, time_ns, size });
         (self.written, self.size) = (written, size);
-        self.pending_since_ns = self.dirty_since_ns.take().or(Some(time_ns));
+        self.pending_since_ns = Some(self.dirty_since.take().map_or(time_ns, |since| since.ns));
         Ok(())
     }
 
     /// Makes the disk's path lead to what is published.
     fn point(&mut self) -> Result<()> {
         let epoch = &self.publisher.head().epoch;
-        if self.pointed.is_none_or(|(number, _)| number != epoch.number) {
+        if self.pointed.0 != epoch.number {
             point_at(&self.place, epoch)?;
-            self.pointed = Some((epoch.number, Instant::now()));
+            self.pointed = (epoch.number, Instant::now());
         }
         Ok(())
     }
@@ -638,7 +669,7 @@ impl Engine {
 
     /// Shows what there is to say.
     fn report(&self) {
-        let active = self.dirty_since_ns.map(|_| self.disk.path());
+        let active = self.dirty_since.map(|_| self.disk.path());
         let files = self.pending().map(|cut| &*cut.layer).chain(active);
         let bytes = files.map(|file| file.metadata().map_or(0, |about| about.blocks() * 512)).sum();
         let head = self.publisher.head();
@@ -647,6 +678,6 @@ impl Engine {
         status.epoch_time_ns = head.epoch.time_ns;
         status.layers = head.epoch.objects.len();
         status.unpublished_bytes = bytes;
-        status.unpublished_since_ns = self.pending_since_ns.or(self.dirty_since_ns);
+        status.unpublished_since_ns = self.pending_since_ns.or(self.dirty_since.map(|since| since.ns));
     }
 }

@@ -5,6 +5,7 @@ mod common;
 mod tier_support;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::time::Duration;
 
@@ -197,6 +198,7 @@ fn a_copy_that_lacks_what_it_published_is_refused() {
     fs::remove_dir_all(&local).unwrap();
     copy(&restored, &local);
     assert!(matches!(host(&path, tier.path()).unwrap_err(), Error::OldCopy { .. }));
+    fs::remove_file(Place::of(&path, tier.path()).unwrap().disk()).unwrap();
     take_over(&path, tier.path()).unwrap().expect("the old copy");
     let (disk, _tiered) = host(&path, tier.path()).unwrap();
     assert_eq!(read(&disk, place(10), 4096).unwrap(), block(10));
@@ -272,4 +274,47 @@ fn another_image_at_the_path_of_a_tiered_disk_stays() {
     let (_disk, tiered) = host(&path, tier.path()).unwrap();
     sync(&tiered).unwrap();
     assert_eq!(writes_of(&content(&path, "qcow2")), 10);
+}
+
+#[test]
+fn a_host_that_only_tried_to_serve_a_disk_has_no_branch() {
+    let (nas, tier, other) = (scratch(), scratch(), scratch());
+    let path = image(nas.path());
+    let (_disk, tiered) = host(&path, tier.path()).unwrap();
+    sync(&tiered).unwrap();
+    host(&path, other.path()).unwrap_err();
+    assert_eq!(take_over(&path, other.path()).unwrap(), None);
+}
+
+#[test]
+fn a_file_system_that_is_not_mounted_gets_no_second_repository() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    fs::rename(repository_of(&path), nas.path().join("away")).unwrap();
+    fs::remove_file(&path).unwrap();
+    image(nas.path());
+    assert!(matches!(host(&path, tier.path()).unwrap_err(), Error::NoHead { .. }));
+    assert!(!repository_of(&path).exists());
+}
+
+#[test]
+fn an_attachment_that_was_interrupted_is_completed() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    let first = repository_of(&path).join(newest_of(&path).epoch.objects[0].id.layer_name().as_str());
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    drop(disk);
+    // As a process that was killed leaves it before the path leads to the repository.
+    fs::remove_file(&path).unwrap();
+    fs::hard_link(&first, &path).unwrap();
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    writes(&disk, 1..=10);
+    sync(&tiered).unwrap();
+    assert_eq!(writes_of(&content(&path, "qcow2")), 10);
+    assert_eq!(first.metadata().unwrap().permissions().mode() & 0o777, 0o444);
 }
