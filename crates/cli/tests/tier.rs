@@ -215,6 +215,23 @@ fn a_guest_goes_on_while_its_repository_is_gone_which_then_gets_all() {
 }
 
 #[test]
+fn a_disk_that_is_removed_unpublished_says_so_and_is_served_again() {
+    let nas = Nas::new();
+    let server = nas.serve("a");
+    fs::rename(nas.repository(), nas.away()).unwrap();
+    nas.write(&server, "write -P 1 0 1M");
+    let said = server.ask_err(["disk", "remove", "web"]);
+    assert!(said.contains("this host's copy has what is not published"), "{said}");
+    fs::rename(nas.away(), nas.repository()).unwrap();
+    server.ask_ok(["disk", "add", &nas.args("a", 600)[1]]);
+    wait_until("the epoch that was cut", || tier(&server)["epoch"] == 2);
+    nas.write(&server, "write -P 2 0 64k");
+    server.ask_ok(["tier", "sync", "web"]);
+    nas.assert_published();
+    assert!(server.stop().success());
+}
+
+#[test]
 fn what_does_not_go_with_tiers_is_refused_by_name() {
     let nas = Nas::new();
     let server = nas.serve("a");
@@ -241,4 +258,21 @@ fn what_does_not_go_with_tiers_is_refused_by_name() {
         let refused = run_err(64, ["serve", "--disk", &disk, "--nbd", "unix:/nowhere"]);
         assert!(refused.contains(why), "{refused}");
     }
+}
+
+#[test]
+fn a_server_that_replaces_another_goes_on_with_what_is_not_published() {
+    let nas = Nas::new();
+    let mut first = nas.serve("a");
+    nas.write(&first, "write -P 1 0 1M");
+    let (control, args) = (first.control(), nas.args("a", 600));
+    let control = control.to_str().unwrap();
+    let replace = ["--replace", "--control", control];
+    let args: Vec<&str> = replace.into_iter().chain(args.iter().map(String::as_str)).collect();
+    let second = Server::start_in(tempfile::tempdir().unwrap(), &args);
+    assert!(first.wait().success());
+    nas.write(&second, "write -P 2 30M 1M");
+    second.ask_ok(["tier", "sync", "web", "--control", control]);
+    nas.assert_published();
+    assert!(second.stop().success());
 }

@@ -29,6 +29,14 @@ pub enum Error {
         /// What was asked for.
         what: &'static str,
     },
+    /// A disk that was removed before all of it was published.
+    #[error("disk '{name}' is removed, and this host's copy has what is not published: {why}")]
+    NotAllPublished {
+        /// The disk.
+        name: String,
+        /// Why.
+        why: String,
+    },
     /// A disk that is not tiered.
     #[error("disk '{name}' is not tiered (its key tier=DIR)")]
     NotTiered {

@@ -61,6 +61,11 @@ fn every_key_is_read() {
         iops-total = { rate = 1000 }
         bps-write = { rate = 20_971_520, max = 104_857_600, max-length = 60 }
 
+        [[disk]]
+        path = "/nas/mail.qcow2"
+        tier = "tier"
+        window = 10
+
         [[vhost-user]]
         disk = "web"
         socket = "/run/web.sock"
@@ -75,7 +80,7 @@ fn every_key_is_read() {
         "#,
     )
     .unwrap();
-    let [web, db] = &settings.disks[..] else { panic!("{settings:?}") };
+    let [web, db, mail] = &settings.disks[..] else { panic!("{settings:?}") };
     assert_eq!((web.name.as_str(), web.path.as_path()), ("web", Path::new("web.qcow2")));
     assert_eq!(web.keep.as_ref().map(ToString::to_string).as_deref(), Some("daily=7,weekly=4"));
     assert_eq!((db.name.as_str(), db.path.as_path(), db.read_only), ("db", Path::new("/abs/db.img"), true));
@@ -86,6 +91,9 @@ fn every_key_is_read() {
     assert_eq!(shown(db), limits);
     assert_eq!((web.detect_zeroes, db.detect_zeroes), (DetectZeroes::Off, DetectZeroes::Unmap));
     assert_eq!((web.subclusters, db.subclusters), (true, false));
+    let tier = mail.tier.as_ref().unwrap();
+    assert!(tier.dir.is_absolute() && tier.dir.ends_with("tier"));
+    assert_eq!(tier.window, Some(Duration::from_secs(10)));
     let socket = &settings.vhost_user[0];
     assert_eq!((socket.queues, socket.poll_us, socket.share), (NonZeroU16::new(4), Some(50), true));
     let access = |owner: &str, group: &str, mode| SocketAccess {

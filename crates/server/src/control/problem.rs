@@ -71,6 +71,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::Spec(SpecError::TwoGuests { .. }) => (409, "two-guests"),
         Error::Spec(_) | Error::Tiered { .. } | Error::NotTiered { .. } => (422, "invalid"),
         Error::Tier(tier) => classify_tier(tier),
+        Error::NotAllPublished { .. } => (503, "not-published"),
         Error::Served { .. } => (409, "already-served"),
         Error::NoSuchDisk { .. } => (404, "no-such-disk"),
         Error::NoSuchExport { .. } => (404, "no-such-export"),

@@ -218,9 +218,10 @@ impl Host {
             self.tell(Event::ExportRemoved { id: export.id });
         }
         withdraw(name, &shared);
-        self.publish_last(name);
+        let published = self.publish_last(name);
         // Closing would wait for what is still under way.
         let closed = ended.and_then(|()| disk.map_or(Ok(()), |disk| close_and_release(name, disk)));
+        let closed = closed.and(published);
         self.table.lock().forget(name);
         let error = closed.as_ref().err().map(Error::to_string);
         self.tell(Event::DiskRemoved { disk: name.to_owned(), error });

@@ -68,13 +68,18 @@ impl Host {
         Ok(tier_status(&self.tier(name)?.sync(Instant::now() + SYNC_PATIENCE)?))
     }
 
-    /// Publishes all of a disk that nobody uses any more, and ends what does so. What cannot be published stays on this host.
-    pub(super) fn publish_last(&self, name: &str) {
+    /// Publishes all of a disk that nobody uses any more, and ends what does so.
+    ///
+    /// # Errors
+    /// What could not be published, and stays on this host.
+    pub(super) fn publish_last(&self, name: &str) -> Result<(), Error> {
         let tier = self.table.lock().entry(name).and_then(|entry| entry.tier.clone());
-        if let Some(Err(error)) = tier.map(|tier| tier.sync(Instant::now() + LAST_PATIENCE)) {
-            tracing::error!(disk = name, "removed, and not all of it is published: {error}");
-        }
+        let published = tier.map(|tier| tier.sync(Instant::now() + LAST_PATIENCE));
         self.end_tier(name);
+        match published {
+            Some(Err(error)) => Err(Error::NotAllPublished { name: name.to_owned(), why: error.to_string() }),
+            _ => Ok(()),
+        }
     }
 
     /// Ends what publishes a disk, before that is closed.
