@@ -17,6 +17,7 @@ use common::stock::path_str;
 use common::{for_seeds, random, scratch, wait_until};
 use rand::Rng as _;
 use tier_support::{block, host, image, newest_of, place, published, sync, take_over, writes_of};
+use vmstrata_tier::{Head, HeadNumber, repository_of};
 
 const ORDERS: &str = "VMSTRATA_TEST_CHILD";
 
@@ -81,5 +82,46 @@ fn a_take_over_after_a_kill_gets_the_last_published_state() {
         }
         sync(&tiered).unwrap();
         assert_eq!(writes_of(&published(&newest_of(&path), &path)), count + 100);
+    });
+}
+
+/// All heads of a disk, oldest first.
+fn heads(path: &Path) -> Vec<Head> {
+    let files = std::fs::read_dir(repository_of(path)).unwrap().map(|entry| entry.unwrap());
+    let head = |file: std::fs::DirEntry| {
+        let number = HeadNumber::of(file.file_name().to_str()?)?;
+        Some(Head::decode(number, &std::fs::read(file.path()).unwrap()).unwrap())
+    };
+    let mut heads: Vec<Head> = files.filter_map(head).collect();
+    heads.sort_by_key(|head| head.number);
+    heads
+}
+
+#[test]
+fn a_restart_after_a_kill_publishes_each_epoch_once_and_in_order() {
+    for_seeds(3, |seed| {
+        let local = scratch();
+        let path = image(local.path());
+        killed(local.path(), seed);
+        let (disk, tiered) = host(&path, &local.path().join("tier")).unwrap();
+        sync(&tiered).unwrap();
+        let count = writes_of(&published(&newest_of(&path), &path));
+        let told = reported(local.path());
+        assert!(count >= *told.last().unwrap(), "{count} writes, of {told:?}");
+        for number in count + 1..=count + 100 {
+            write(&disk, place(number), &block(number)).unwrap();
+        }
+        sync(&tiered).unwrap();
+        assert_eq!(writes_of(&published(&newest_of(&path), &path)), count + 100);
+        for pair in heads(&path).windows(2) {
+            let [before, after] = [&pair[0], &pair[1]];
+            let layers = before.epoch.objects.len();
+            if before.generation == after.generation {
+                assert_eq!(after.epoch.number, before.epoch.number.next());
+                assert_eq!(after.epoch.objects[..layers], before.epoch.objects);
+            } else {
+                assert_eq!(after.epoch, before.epoch);
+            }
+        }
     });
 }
