@@ -61,7 +61,7 @@ fn why_not(head: &LayerHead) -> Option<String> {
 ///
 /// # Errors
 /// An image that cannot become a layer, or that is in use; whatever the host reports.
-pub(crate) fn adopt(
+pub(crate) fn attach(
     place: &Place,
     open: &OpenOptions,
     resources: &Arc<Resources>,
@@ -75,10 +75,10 @@ pub(crate) fn adopt(
     // Nobody writes it from here on.
     let held = Disk::open(path, &OpenOptions { read_only: true, ..open }, resources)?;
     let (id, in_file) = (ObjectId::draw(), |action| Error::of_file(path, action));
-    let (bytes, blake3) = digest(path)?;
     fs::hard_link(path, place.repository.join(id.layer_name().as_str()))
         .and_then(|()| sync_directory(&place.repository))
         .map_err(in_file("name it in its repository"))?;
+    let (bytes, blake3) = digest(path)?;
     let number = EpochNumber::NONE.next();
     let objects = vec![Object { id, bytes, blake3 }];
     Ok((Epoch { number, time_ns: now_ns(), size: held.size(), objects }, held))

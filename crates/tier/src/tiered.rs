@@ -31,7 +31,7 @@ use vmstrata_disk::{CreateOptions, Disk, Format, OpenOptions, Resources, create}
 use vmstrata_repo::Repository;
 use vmstrata_types::ClusterBits;
 
-use crate::attach::{adopt, check_image, point_at, seal};
+use crate::attach::{attach, check_image, point_at, seal};
 use crate::dense::ship_state;
 use crate::error::{Error, Result};
 use crate::head::{Epoch, EpochNumber, Generation, Head, OBJECTS_MAX, OwnerId};
@@ -185,7 +185,7 @@ fn make_copy(
     resources: &Arc<Resources>,
 ) -> Result<()> {
     if publisher.head().epoch.number == EpochNumber::NONE {
-        let (epoch, _held) = adopt(place, open, resources)?;
+        let (epoch, _held) = attach(place, open, resources)?;
         publisher.publish(epoch.clone())?;
         seal(place, &epoch)?;
         point_at(place, &epoch)?;
