@@ -2,9 +2,7 @@
 
 mod common;
 
-use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use common::flat::{assert_same, range, read, write};

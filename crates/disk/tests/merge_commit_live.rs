@@ -11,7 +11,7 @@ use common::daemon::Daemon;
 use common::flat::{assert_reads, assert_same, pattern, range as bytes, some_range, write};
 use common::io::Client;
 use common::stock::{User, assert_clean, content, path_str, qemu_img};
-use common::{for_seeds, open_read_only, random, scratch, wait_until};
+use common::{for_seeds, open_read_only, random, scratch};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::merge::{Action, Direction, Merge, MergeFault, MergeOptions, MergeRange, Merged, Removal};

@@ -3,10 +3,9 @@
 mod common;
 
 use std::ffi::OsStr;
-use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use common::scratch;
 use common::stock::{User, path_str, qemu_img, qemu_io};

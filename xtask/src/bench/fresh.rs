@@ -48,6 +48,7 @@ pub(super) const TURNS: u64 = 6;
 pub(super) const COUNTED: usize = 1000;
 pub(super) const LARGE: u64 = 50 << 30;
 
+/// What can be measured on its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Part {
     /// Reads and overwrites of a full disk.
@@ -56,6 +57,7 @@ pub enum Part {
     FirstWrites,
     /// Of an overlay, by bytes.
     Counted,
+    /// A guest that writes, with snapshots and without.
     Snapshots,
 }
 
@@ -76,6 +78,7 @@ pub struct Options {
     pub every: Duration,
     /// Snapshots in a round.
     pub snapshots: usize,
+    /// What is measured.
     pub parts: Vec<Part>,
     /// Where files are made, and removed at the end.
     pub dir: PathBuf,
