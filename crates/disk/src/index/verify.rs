@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::index::{Home, LEAF_WORDS, LayerRecord, MAX_LEAVES, Stamp};
+use vmstrata_store::Store;
 use vmstrata_types::ClusterBits;
 
 use super::build::{IndexOptions, Links};
@@ -194,10 +195,14 @@ impl Verifier<'_> {
                 continue;
             }
             let read = |page: MapPage| {
-                let read = index.read_leaf(page, |layer, at, page| {
+                let read = index.read_leaf(page, |layer, sidecar, at, page| {
+                    let mut read =
+                        |store: &dyn Store| store.read_exact(page, at).while_trying("read the index");
                     let link = &self.chain.links[layer.index()];
-                    let top = self.chain.open(link, Role::Inspected)?;
-                    top.opened.store.read_exact(&mut page[..], at).while_trying("read the index")
+                    match sidecar {
+                        Some(sidecar) => read(sidecar),
+                        None => read(&*self.chain.open(link, Role::Inspected)?.opened.store),
+                    }
                 });
                 read.map_err(|error| (page.level, error))
             };
