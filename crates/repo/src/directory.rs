@@ -168,16 +168,23 @@ impl DirectoryRepository {
         Ok(about.f_bavail.saturating_mul(about.f_frsize))
     }
 
+    fn names_in(&self, dir: &OwnedFd, prefix: &str) -> io::Result<Vec<ObjectName>> {
+        let mut names = Vec::new();
+        for entry in Dir::read_from(dir)? {
+            let entry = entry?;
+            let file_name = entry.file_name().to_str().ok().filter(|name| name.starts_with(prefix));
+            names.extend(file_name.and_then(|name| self.object(name)));
+        }
+        Ok(names)
+    }
+
     /// What has an object's name and is no regular file is listed, too: it cannot be opened, so what it needs is not known,
     /// and nothing that it may need is collected.
     fn objects(&self, prefix: &str) -> io::Result<Vec<ObjectInfo>> {
         let dir = self.to_read()?;
         let mut objects = Vec::new();
-        for entry in Dir::read_from(&dir)? {
-            let entry = entry?;
-            let file_name = entry.file_name().to_str().ok().filter(|name| name.starts_with(prefix));
-            let Some(name) = file_name.and_then(|name| self.object(name)) else { continue };
-            match statat(&dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW) {
+        for name in self.names_in(&dir, prefix)? {
+            match statat(&dir, name.as_str(), AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(about) => {
                     let (len, allocated) = (about.st_size.cast_unsigned(), allocated(&about));
                     objects.push(ObjectInfo { name, len, allocated, copies: 1 });
@@ -287,6 +294,11 @@ impl Repository for DirectoryRepository {
 
     fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
         self.objects(prefix).map_err(self.failed("listing"))
+    }
+
+    fn names(&self, prefix: &str) -> Result<Vec<ObjectName>> {
+        let names = self.to_read().and_then(|dir| self.names_in(&dir, prefix));
+        names.map_err(self.failed("listing"))
     }
 
     fn create_new(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>> {

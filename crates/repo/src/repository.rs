@@ -104,6 +104,14 @@ pub trait Repository: Send + Sync + fmt::Debug {
     /// When it cannot be read.
     fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>>;
 
+    /// Their names alone, which cost less where a file system is asked for each length.
+    ///
+    /// # Errors
+    /// As [`Repository::list`].
+    fn names(&self, prefix: &str) -> Result<Vec<ObjectName>> {
+        Ok(self.list(prefix)?.into_iter().map(|object| object.name).collect())
+    }
+
     /// Begins an object of which `copies` are to be kept. If another of that name is there when it is finished, `finish` fails
     /// with `AlreadyExists` and leaves that one alone.
     ///
@@ -140,7 +148,8 @@ pub trait Repository: Send + Sync + fmt::Debug {
         Err(Error { object: Some(from.clone()), ..unsupported(self, "renaming") })
     }
 
-    /// Removes what writers left that did not come to finish; only while held alone. Returns what went.
+    /// Removes what writers left that did not come to finish. Returns what went. One that still writes cannot finish: hold the
+    /// repository alone where that matters.
     ///
     /// # Errors
     /// When some may be left.

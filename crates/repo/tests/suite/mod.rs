@@ -61,6 +61,8 @@ fn name(text: &str) -> ObjectName {
 fn names(repository: &dyn Repository, prefix: &str) -> Vec<String> {
     let listed = repository.list(prefix).expect("lists");
     let mut names: Vec<String> = listed.iter().map(|object| object.name.to_string()).collect();
+    let alone = repository.names(prefix).expect("lists");
+    assert_eq!(alone.iter().map(ToString::to_string).collect::<Vec<_>>(), names);
     names.sort();
     names
 }
