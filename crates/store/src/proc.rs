@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io;
+use std::time::Duration;
 
 /// The name of a process's program; empty if it is not known.
 pub fn program(pid: u32) -> String {
@@ -34,4 +35,14 @@ pub fn check() -> io::Result<()> {
             format!("/proc is not mounted here, which vmstrata needs (mount -t proc proc /proc): {error}");
         io::Error::new(error.kind(), told)
     })
+}
+
+/// The time since this boot, suspensions of the host included.
+pub fn since_boot() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // Not rustix, whose call the simulation does not see.
+    // SAFETY: room for the result.
+    let done = unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut time) };
+    assert_eq!(done, 0, "every kernel has this clock");
+    Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32)
 }
