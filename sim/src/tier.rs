@@ -170,7 +170,7 @@ impl Process {
     fn ship(&self) -> std::result::Result<Object, End> {
         let layer = self.random.next().to_le_bytes().repeat(PART / 8);
         let parts = 1 + self.random.below(PARTS_MAX);
-        self.ask(|| ship(&*self.repository, |shipment| (0..parts).try_for_each(|_| shipment.put(&layer))))
+        self.ask(|| ship(&*self.repository, 0, |shipment| (0..parts).try_for_each(|_| shipment.put(&layer))))
     }
 }
 

@@ -21,6 +21,8 @@ pub enum Planted {
     Unverified,
     /// A layer is taken for complete although finishing it failed.
     TrustedFinish,
+    /// A merge ends without the layers that were published meanwhile.
+    Unmerged,
 }
 
 impl Planted {

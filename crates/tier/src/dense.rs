@@ -18,7 +18,7 @@ use std::cmp::Reverse;
 use std::path::Path;
 use std::sync::Arc;
 
-use vmstrata_disk::{Disk, Error as DiskError, ErrorKind, FrozenLayer, OpenOptions, Resources};
+use vmstrata_disk::{Disk, Error as DiskError, ErrorKind, Format, FrozenLayer, OpenOptions, Resources};
 use vmstrata_qcow2::create::{Places, Refcounts, first_cluster};
 use vmstrata_qcow2::geometry::ENTRY_LEN;
 use vmstrata_qcow2::{
@@ -59,18 +59,40 @@ pub fn ship_state(
     options: &OpenOptions,
     resources: &Arc<Resources>,
 ) -> Result<Object> {
+    ship_merged(repository, state, &[state], below, options, resources)
+}
+
+/// As [`ship_state`], but several layers as one: `layers`, lowest first, say what has changed since the state of `below`, and bytes
+/// come from `state`, which may be another chain for the same state.
+///
+/// # Errors
+/// As there.
+///
+/// # Panics
+/// Without a layer.
+pub fn ship_merged(
+    repository: &dyn Repository,
+    state: &Path,
+    layers: &[&Path],
+    below: Option<ObjectId>,
+    options: &OpenOptions,
+    resources: &Arc<Resources>,
+) -> Result<Object> {
+    assert!(!layers.is_empty());
     let options = OpenOptions { read_only: true, ..options.clone() };
     let disk = Disk::open(state, &options, resources)?;
-    let layer = FrozenLayer::open(state, options.format, resources)?;
     let mut plan = Plan::new(disk.size());
-    match (below, layer.geometry()) {
-        (Some(_), Some(geometry)) => plan.mark_layer(&layer, geometry)?,
-        // A raw file hides everything below it.
-        (below, _) => plan.mark_disk(&disk, below.is_some())?,
+    let all_have_tables = match below {
+        Some(_) => plan.mark_layers(layers, options.format, resources)?,
+        None => false,
+    };
+    if !all_have_tables {
+        plan = Plan::new(disk.size());
+        plan.mark_disk(&disk, below.is_some())?;
     }
     plan.pack();
-    ship(repository, |shipment| {
-        plan.write_tables(below, shipment)?;
+    ship(repository, plan.zeros(), |shipment| {
+        plan.write_tables(below, |bytes| shipment.put(bytes))?;
         plan.write_data(&disk, shipment)
     })
 }
@@ -102,6 +124,58 @@ struct Plan {
 impl Plan {
     fn new(size: u64) -> Self {
         Self { size, clusters: Vec::new(), counts: Vec::new() }
+    }
+
+    /// Marks what layers say, lowest first, of which a newer one hides the older ones. False where one has no tables: a raw file
+    /// hides everything below it.
+    fn mark_layers(
+        &mut self,
+        layers: &[&Path],
+        format: Option<Format>,
+        resources: &Arc<Resources>,
+    ) -> Result<bool> {
+        // A layer shows nothing past the end of a smaller one above it.
+        let mut end = self.size;
+        for path in layers.iter().rev() {
+            let layer = FrozenLayer::open(path, format, resources)?;
+            let Some(geometry) = layer.geometry() else { return Ok(false) };
+            end = end.min(layer.size());
+            let mut older = Self::new(end);
+            older.mark_layer(&layer, geometry)?;
+            self.put_below(older)?;
+        }
+        if end < self.size {
+            let mut grown = Self::new(self.size);
+            grown.mark(GuestRange::new(GuestOffset::new(end), self.size - end), true)?;
+            self.put_below(grown)?;
+        }
+        Ok(true)
+    }
+
+    /// Adds what an older layer says where this one says nothing.
+    fn put_below(&mut self, older: Self) -> Result<()> {
+        let newer = std::mem::take(&mut self.clusters);
+        if newer.is_empty() {
+            self.clusters = older.clusters;
+            return Ok(());
+        }
+        let (mut newer, mut older) = (newer.into_iter().peekable(), older.clusters.into_iter().peekable());
+        while let Some(number) =
+            newer.peek().into_iter().chain(older.peek()).map(|cluster| cluster.number).min()
+        {
+            let of = |cluster: Cluster| cluster.states;
+            let new = newer.next_if(|cluster| cluster.number == number).map_or_else(Subclusters::default, of);
+            let old = older.next_if(|cluster| cluster.number == number).map_or_else(Subclusters::default, of);
+            let states = &mut self.cluster(number)?.states;
+            states.allocated = new.allocated | (old.allocated & !new.zero);
+            states.zero = new.zero | (old.zero & !new.allocated);
+        }
+        Ok(())
+    }
+
+    /// Bytes of the disk that are zeros as far as this says.
+    fn zeros(&self) -> u64 {
+        self.clusters.iter().map(|cluster| u64::from(cluster.states.zero.count_ones()) * UNIT).sum()
     }
 
     /// Marks what the layer's tables say.
@@ -236,7 +310,7 @@ impl Plan {
     }
 
     /// Puts all but the host clusters.
-    fn write_tables(&self, below: Option<ObjectId>, out: &mut Shipment) -> Result<()> {
+    fn write_tables(&self, below: Option<ObjectId>, mut put: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let tables: Vec<&[Cluster]> =
             self.clusters.chunk_by(|one, next| l1_index(one) == l1_index(next)).collect();
         let l1_clusters = (GEOMETRY.l1_entries(self.size) * ENTRY_LEN).div_ceil(CLUSTER.size());
@@ -257,12 +331,12 @@ impl Plan {
             ..CreateOptions::new(self.size)
         };
         let header = first_cluster(&options, &Places { l1: at(l1), refcounts });
-        out.put(&header.map_err(|error: CreateError| DiskError::from(error))?)?;
+        put(&header.map_err(|error: CreateError| DiskError::from(error))?)?;
         let count = |cluster: u64| match cluster.checked_sub(data) {
             None => 1,
             Some(host) => self.counts.get(host as usize).copied().map_or(0, u64::from),
         };
-        refcounts.bytes(CLUSTER, count).try_for_each(|cluster| out.put(&cluster))?;
+        refcounts.bytes(CLUSTER, count).try_for_each(|cluster| put(&cluster))?;
         let entries = EntryFormat::extended(CLUSTER);
         let mut l1_table = vec![0; (l1_clusters << CLUSTER.get()) as usize];
         for (clusters, number) in tables.iter().zip(l2..) {
@@ -270,7 +344,7 @@ impl Plan {
             let place = l1_index(&clusters[0]) * ENTRY_LEN as usize;
             l1_table[place..place + ENTRY_LEN as usize].copy_from_slice(&entry.to_be_bytes());
         }
-        out.put(&l1_table)?;
+        put(&l1_table)?;
         for clusters in tables {
             let mut table = Vec::with_capacity(CLUSTER.size() as usize);
             for cluster in clusters {
@@ -282,7 +356,7 @@ impl Plan {
                 entries.put_raw(entries.encode_l2(entry), &mut table);
             }
             table.resize(CLUSTER.size() as usize, 0);
-            out.put(&table)?;
+            put(&table)?;
         }
         Ok(())
     }
@@ -336,6 +410,25 @@ fn start(cluster: &Cluster) -> GuestOffset {
 
 fn l1_index(cluster: &Cluster) -> usize {
     GEOMETRY.l1_index(start(cluster))
+}
+
+/// What is stored of a layer on another one with this data, a bit for each subcluster.
+#[cfg(test)]
+pub(crate) fn stored_bytes(data: &[u32]) -> u64 {
+    let mut plan = Plan::new((data.len() as u64) << CLUSTER.get());
+    let mut stored = 0;
+    for (number, allocated) in (0..).zip(data).filter(|(_, allocated)| **allocated != 0) {
+        let states = Subclusters { allocated: *allocated, ..Subclusters::default() };
+        plan.clusters.push(Cluster { number, states, host: plan.counts.len() as u32 });
+        plan.counts.push(1);
+        stored += u64::from(allocated.count_ones()) * UNIT;
+    }
+    plan.write_tables(None, |bytes| {
+        stored += crate::object::stored_bytes(bytes);
+        Ok(())
+    })
+    .unwrap();
+    stored
 }
 
 #[cfg(test)]

@@ -176,6 +176,10 @@ pub struct Object {
     pub id: ObjectId,
     /// Its length.
     pub bytes: u64,
+    /// How many of its bytes are not blocks of zeros.
+    pub stored: u64,
+    /// How much of the disk it says is zeros, in bytes.
+    pub zeros: u64,
     /// The BLAKE3 of its bytes.
     #[serde(with = "as_text")]
     pub blake3: blake3::Hash,
@@ -305,6 +309,8 @@ mod tests {
         let object = |number: usize| Object {
             id: ObjectId(u128::MAX - number as u128),
             bytes: u64::MAX,
+            stored: u64::MAX,
+            zeros: u64::MAX,
             blake3: blake3::hash(&number.to_le_bytes()),
         };
         let objects = (0..objects).map(object).collect();

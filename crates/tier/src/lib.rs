@@ -12,6 +12,7 @@
 //! | [`dense`](ship_state) | a state of a disk as a qcow2 file that holds no more than it must |
 //! | [`head`](Head) | what a head says, and its bytes |
 //! | [`publisher`](Publisher) | who publishes, and that nobody else does |
+//! | [`merge`](Merge) | which layers become one |
 //! | [`object`](ship) | how a layer gets into the repository |
 //!
 //! Invariants: two processes never publish one disk; a head names complete layers only; what a claim takes over is what was
@@ -23,17 +24,19 @@ mod attach;
 mod dense;
 mod error;
 mod head;
+mod merge;
 mod object;
 mod place;
 mod publisher;
 mod tiered;
 
-pub use dense::ship_state;
+pub use dense::{ship_merged, ship_state};
 pub use error::{Error, Result};
 pub use head::{
     Epoch, EpochNumber, Generation, HEAD_BYTES_MAX, Head, HeadNumber, OBJECTS_MAX, Object, ObjectId, OwnerId,
     is_object_name,
 };
+pub use merge::{LAYERS_MAX, Merge};
 pub use object::{Shipment, ship};
 pub use place::{Place, repository_of};
 pub use publisher::{Claim, Publisher, newest};

@@ -8,6 +8,14 @@ use crate::head::{Object, ObjectId};
 
 /// Bytes read back at a time.
 const PIECE: usize = 1 << 20;
+/// Blocks of zeros take no room where the repository is a directory.
+const BLOCK: usize = 4096;
+
+/// Bytes that are not blocks of zeros.
+pub(crate) fn stored_bytes(bytes: &[u8]) -> u64 {
+    let stored = bytes.chunks(BLOCK).filter(|block| block.iter().any(|byte| *byte != 0));
+    stored.map(|block| block.len() as u64).sum()
+}
 
 /// An object that is being shipped, from front to back.
 pub struct Shipment {
@@ -15,12 +23,13 @@ pub struct Shipment {
     name: ObjectName,
     object: Box<dyn NewObject>,
     hash: blake3::Hasher,
+    stored: u64,
 }
 
 impl Shipment {
     pub(crate) fn begin(repository: &dyn Repository, name: ObjectName) -> Result<Self> {
         let object = repository.create_new(&name, 1)?;
-        Ok(Self { repository: repository.describe(), name, object, hash: blake3::Hasher::new() })
+        Ok(Self { repository: repository.describe(), name, object, hash: blake3::Hasher::new(), stored: 0 })
     }
 
     /// Adds bytes at its end.
@@ -29,6 +38,7 @@ impl Shipment {
     /// What the repository reports; the object is then not shipped.
     pub fn put(&mut self, bytes: &[u8]) -> Result<()> {
         self.hash.update(bytes);
+        self.stored += stored_bytes(bytes);
         Ok(self.object.write(bytes)?)
     }
 
@@ -59,15 +69,26 @@ impl Shipment {
     }
 }
 
-/// Ships a layer whose bytes `write` puts. When this returns, it is complete.
+/// Ships a layer whose bytes `write` puts, and which says of so much of the disk that it is zeros. When this returns, it is complete.
 ///
 /// # Errors
 /// What `write` or the repository report; [`Error::Corrupt`]. No head must name the layer then; an object of that name may be left over.
-pub fn ship(repository: &dyn Repository, write: impl FnOnce(&mut Shipment) -> Result<()>) -> Result<Object> {
+pub fn ship(
+    repository: &dyn Repository,
+    zeros: u64,
+    write: impl FnOnce(&mut Shipment) -> Result<()>,
+) -> Result<Object> {
     // Drawn for each attempt: a late end of an earlier one can then do no harm.
     let id = ObjectId::draw();
     let mut shipment = Shipment::begin(repository, id.layer_name())?;
     write(&mut shipment)?;
-    let (bytes, blake3) = shipment.finish()?;
-    Ok(Object { id, bytes, blake3 })
+    let stored = shipment.stored;
+    match shipment.finish() {
+        Ok((bytes, blake3)) => Ok(Object { id, bytes, blake3, stored, zeros }),
+        Err(error) => {
+            // It may be there; what comes later still, the next claim finds.
+            let _ = repository.delete(&id.layer_name());
+            Err(error)
+        }
+    }
 }

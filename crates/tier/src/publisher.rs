@@ -187,7 +187,7 @@ mod tests {
     /// Ships a layer, and the epoch that has it on top of the last one.
     fn next_epoch(publisher: &Publisher) -> Epoch {
         let mut epoch = publisher.head().epoch.clone();
-        epoch.objects.push(ship(&*publisher.repository, |shipment| shipment.put(b"layer")).unwrap());
+        epoch.objects.push(ship(&*publisher.repository, 0, |shipment| shipment.put(b"layer")).unwrap());
         Epoch { number: epoch.number.next(), size: 4096, ..epoch }
     }
 

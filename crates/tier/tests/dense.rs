@@ -15,7 +15,7 @@ use rand::{Rng as _, SeedableRng as _};
 use tempfile::TempDir;
 use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
 use vmstrata_repo::{DirectoryRepository, Repository as _};
-use vmstrata_tier::{Object, ObjectId, is_object_name, ship_state};
+use vmstrata_tier::{Merge, Object, ObjectId, is_object_name, ship_merged, ship_state};
 
 /// Local layers, base first, and the repository to which they are shipped.
 struct Fixture {
@@ -66,6 +66,21 @@ impl Fixture {
         ship_state(&self.repository, state, below, &OpenOptions::default(), &self.resources).unwrap()
     }
 
+    /// Merges what is left, reading the state where it is local; compares what stock tools then read.
+    fn merge(&self, merge: &mut Merge, chain: &[Object]) {
+        let left = merge.left(chain);
+        let layers: Vec<PathBuf> = left.iter().map(|object| self.path(*object)).collect();
+        let layers: Vec<&Path> = layers.iter().map(PathBuf::as_path).collect();
+        let local = &self.layers[chain.len() - 1];
+        let options = OpenOptions::default();
+        let result =
+            ship_merged(&self.repository, local, &layers, merge.below(), &options, &self.resources).unwrap();
+        merge.merged(left.len(), result);
+        assert_clean(&self.path(result));
+        let [local, result] = [path_str(local), path_str(&self.path(result))].map(str::to_owned);
+        qemu_img(&["compare", "-q", "-f", "qcow2", "-F", "qcow2", &local, &result]);
+    }
+
     fn path(&self, object: Object) -> PathBuf {
         self.remote.path().join(object.id.layer_name().as_str())
     }
@@ -111,6 +126,12 @@ fn layers_of_every_shape_read_as_they_were_and_are_clean() {
             let object =
                 fixture.add(options[random.random_range(0..options.len())], &SIZE.to_string(), &commands);
             if layer == 3 {
+                // All but the last, then the last on top of that.
+                let mut merge = Merge::new(&fixture.shipped, random.random_range(0..3));
+                fixture.merge(&mut merge, &fixture.shipped[..3]);
+                fixture.merge(&mut merge, &fixture.shipped);
+                let merged = merge.finish(&fixture.shipped);
+                assert!(merged.len() <= 4 && fixture.stored(merged[0]) > 0);
                 let flat = fixture.ship(&fixture.layers[3], None);
                 let [top, flat] = [object, flat].map(|object| fixture.path(object));
                 assert_clean(&flat);
@@ -126,6 +147,19 @@ fn a_layer_of_a_grown_disk_grows() {
     fixture.add("cluster_size=64k", "10M", &["write -q -P 1 0 10M".to_owned()]);
     fixture.add("cluster_size=64k", "30M", &["write -q -P 2 29M 4k".to_owned()]);
     fixture.add("cluster_size=64k", "30M", &[]);
+}
+
+/// What a smaller layer between hides must not show through the merged one.
+#[test]
+fn a_merge_of_layers_of_several_sizes_reads_as_they_did() {
+    let mut fixture = Fixture::new();
+    fixture.add("cluster_size=64k", "30M", &["write -q -P 1 0 30M".to_owned()]);
+    fixture.add("cluster_size=64k", "30M", &["write -q -P 2 1M 20M".to_owned()]);
+    fixture.add("cluster_size=64k", "10243k", &["write -q -P 3 0 4k".to_owned()]);
+    fixture.add("cluster_size=64k", "40M", &["write -q -P 4 35M 4k".to_owned()]);
+    for from in 0..4 {
+        fixture.merge(&mut Merge::new(&fixture.shipped, from), &fixture.shipped);
+    }
 }
 
 #[test]
