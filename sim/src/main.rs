@@ -17,7 +17,7 @@
 //! ```
 //!
 //! With `--run repository`, a run is one life, whose tasks are several hosts with a network between them: they take a disk over
-//! from each other, and publish its epochs in one repository.
+//! from each other, publish its epochs in one repository, merge and delete layers, and pin states.
 //!
 //! Processes are real ones, so that a death is one: locks go, memory goes, statics begin anew. What a host with several processes, or
 //! hosts that die one by one, would add: tasks and time in [`shared`] memory, and sockets in [`calls`].

@@ -23,15 +23,16 @@ pub struct Host(pub u32);
 #[derive(Clone, Copy, Debug)]
 pub struct Weather {
     pub lost_one_in: u64,
-    /// Takes [`LATE_NS`].
+    /// Takes up to `late_ns_max`.
     pub late_one_in: u64,
+    /// Longer than senders wait.
+    pub late_ns_max: u64,
     /// Finds two hosts, any two, partitioned from now on, for [`PARTITION_NS`].
     pub partition_one_in: u64,
 }
 
 const DELAY_NS: Range<u64> = 50_000..2_000_000;
-/// Longer than senders wait.
-pub const LATE_NS: Range<u64> = 20_000_000..400_000_000;
+const LATE_NS_MIN: u64 = 20_000_000;
 const PARTITION_NS: Range<u64> = 1_000_000..300_000_000;
 
 /// A message that has not arrived.
@@ -53,6 +54,7 @@ struct Partition {
 
 #[derive(Debug)]
 struct State<M> {
+    weather: Weather,
     sent: u64,
     flights: Vec<Flight<M>>,
     partitions: Vec<Partition>,
@@ -62,21 +64,37 @@ struct State<M> {
 #[derive(Debug)]
 pub struct Network<M> {
     hosts: u32,
-    weather: Weather,
     /// Locked by the running task between two hand-overs: nobody ever waits for it.
     state: Mutex<State<M>>,
+}
+
+impl Weather {
+    /// In which messages are neither lost nor late.
+    const CALM: Self = Self {
+        lost_one_in: u64::MAX,
+        late_one_in: u64::MAX,
+        late_ns_max: u64::MAX,
+        partition_one_in: u64::MAX,
+    };
 }
 
 impl<M: Debug> Network<M> {
     /// Between `hosts` hosts, two at least.
     pub fn new(hosts: u32, weather: Weather) -> Self {
         assert!(hosts >= 2);
-        let state = State { sent: 0, flights: Vec::new(), partitions: Vec::new() };
-        Self { hosts, weather, state: Mutex::new(state) }
+        let state = State { weather, sent: 0, flights: Vec::new(), partitions: Vec::new() };
+        Self { hosts, state: Mutex::new(state) }
     }
 
     fn state(&self) -> MutexGuard<'_, State<M>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the bad weather for good.
+    pub fn calm(&self) {
+        let mut state = self.state();
+        state.weather = Weather::CALM;
+        state.partitions.clear();
     }
 
     /// Sends a message, which may not arrive.
@@ -88,13 +106,14 @@ impl<M: Debug> Network<M> {
             let number = state.sent;
             let text = format!("{message:?}");
             TASKS.note(Kind::Sent, [number, from.0.into(), to.0.into(), 0], 0, &[text.as_bytes()]);
-            if TASKS.random.one_in(self.weather.partition_one_in) {
+            if TASKS.random.one_in(state.weather.partition_one_in) {
                 state.part(self.hosts);
             }
-            if TASKS.random.one_in(self.weather.lost_one_in) || state.are_parted(from, to) {
+            if TASKS.random.one_in(state.weather.lost_one_in) || state.are_parted(from, to) {
                 TASKS.note(Kind::Lost, [number, from.0.into(), to.0.into(), 0], 0, &[]);
             } else {
-                let delay_ns = if TASKS.random.one_in(self.weather.late_one_in) { LATE_NS } else { DELAY_NS };
+                let is_late = TASKS.random.one_in(state.weather.late_one_in);
+                let delay_ns = if is_late { LATE_NS_MIN..state.weather.late_ns_max } else { DELAY_NS };
                 let arrives_ns = TASKS.now_ns.get() + within(delay_ns);
                 state.flights.push(Flight { number, from, to, arrives_ns, message });
             }

@@ -9,17 +9,21 @@
 //! happened, or not, or happens later. An object is uploaded in parts and gets its name when the server has all of them. The
 //! NAS does not fail, but one part in [`CORRUPT_ONE_IN`] is kept wrong.
 //!
-//! A host may take an answer from what it heard before ([`Remembered`]), as over a network file system, and its process dies at a
-//! call ([`DEAD`]), which may have been sent.
+//! A host lists a directory in two pieces, and may pause before any call. It may take an answer from what it heard before
+//! ([`Remembered`]), as over a network file system, and its process dies at a call ([`DEAD`]), which may have been sent.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
 
 use vmstrata_repo::{
     Capabilities, DeviceId, Error, NewObject, ObjectInfo, ObjectName, ObjectReader, Repository, Result, Swept,
 };
+
+use vmstrata_tier::KEEP;
 
 use crate::kernel::inside;
 use crate::network::{Host, Network};
@@ -28,12 +32,14 @@ use crate::tasks::TASKS;
 
 /// How long a handle waits for a reply.
 const TIMEOUT_NS: u64 = 10_000_000;
+/// How long a host pauses, at most: longer than anything is kept.
+pub const PAUSE_NS_MAX: u64 = 3 * KEEP.as_nanos() as u64;
 /// How long the server works on a request, at most.
 const SERVICE_NS_MAX: u64 = 500_000;
 /// One part of an upload in so many is kept with a wrong byte.
 const CORRUPT_ONE_IN: u64 = 60;
 /// One lookup in so many is answered from what the host heard before, if it heard anything.
-const STALE_ONE_IN: u64 = 3;
+const STALE_ONE_IN: u64 = 4;
 /// What a process that has died gets instead of an answer.
 pub const DEAD: io::ErrorKind = io::ErrorKind::ConnectionAborted;
 /// Names the repository in messages.
@@ -59,7 +65,7 @@ struct Version(usize);
 
 #[derive(Debug)]
 enum Request {
-    List { prefix: String },
+    List { prefix: String, half: bool },
     Part { upload: Upload, at: usize, bytes: Bytes },
     ReadBack { upload: Upload },
     Finish { upload: Upload, len: usize, name: ObjectName, replaces: bool },
@@ -111,6 +117,17 @@ struct Store {
     names: BTreeMap<ObjectName, Version>,
     /// Every object that ever was, as readers of one may go on.
     versions: Vec<Vec<u8>>,
+    /// What became of names, in this order.
+    changes: Vec<Change>,
+}
+
+/// A name that leads to something else now.
+#[derive(Clone, Debug)]
+pub struct Change {
+    pub time_ns: u64,
+    pub name: ObjectName,
+    /// The object's bytes; without, it is gone.
+    pub bytes: Option<Vec<u8>>,
 }
 
 impl Store {
@@ -120,15 +137,22 @@ impl Store {
 
     fn name(&mut self, name: &ObjectName, bytes: Vec<u8>) {
         self.names.insert(name.clone(), Version(self.versions.len()));
+        self.changed(name, Some(bytes.clone()));
         self.versions.push(bytes);
+    }
+
+    fn changed(&mut self, name: &ObjectName, bytes: Option<Vec<u8>>) {
+        self.changes.push(Change { time_ns: TASKS.now_ns.get(), name: name.clone(), bytes });
     }
 
     fn opened(&self, version: Version) -> Reply {
         Reply::Opened { version, len: self.object(version).len() as u64 }
     }
 
-    fn list(&self, prefix: &str) -> Vec<ObjectInfo> {
-        let named = self.names.iter().filter(|(name, _)| name.as_str().starts_with(prefix));
+    /// A directory is read in pieces, and in no order of names.
+    fn list(&self, prefix: &str, half: bool) -> Vec<ObjectInfo> {
+        let is_in = |name: &str| name.starts_with(prefix) && (hash(0, name.as_bytes()) & 1 == 1) == half;
+        let named = self.names.iter().filter(|(name, _)| is_in(name.as_str()));
         let info = |(name, &version): (&ObjectName, &Version)| {
             let len = self.object(version).len() as u64;
             ObjectInfo { name: name.clone(), len, allocated: len, copies: 1 }
@@ -171,7 +195,7 @@ impl Server {
     fn answer(&self, from: Host, request: Request) -> io::Result<Reply> {
         let mut store = self.store();
         match request {
-            Request::List { prefix } => Ok(Reply::Objects(store.list(&prefix))),
+            Request::List { prefix, half } => Ok(Reply::Objects(store.list(&prefix, half))),
             Request::Part { upload, at, bytes } => {
                 let unfinished = store.uploads.entry((from, upload)).or_default();
                 if unfinished.len() != at {
@@ -219,7 +243,9 @@ impl Server {
                 Ok(Reply::Bytes(Bytes(bytes.to_vec())))
             }
             Request::Delete { name } => {
-                store.names.remove(&name);
+                if store.names.remove(&name).is_some() {
+                    store.changed(&name, None);
+                }
                 Ok(Reply::Done)
             }
             Request::Sweep => {
@@ -230,14 +256,9 @@ impl Server {
         }
     }
 
-    /// All objects, as they are on the NAS.
-    pub fn objects(&self) -> Vec<(String, Vec<u8>)> {
-        let store = self.store();
-        store
-            .names
-            .iter()
-            .map(|(name, &version)| (name.to_string(), store.object(version).to_vec()))
-            .collect()
+    /// What became of names since there were so many changes.
+    pub fn changes(&self, since: usize) -> Vec<Change> {
+        self.store().changes[since..].to_vec()
     }
 }
 
@@ -248,6 +269,8 @@ struct Calls {
     number: u64,
     /// At which the process dies.
     dies_at: u64,
+    /// Before one in so many calls it pauses.
+    pauses_one_in: u64,
 }
 
 /// What a host heard, and takes for true although it may not be any more.
@@ -274,6 +297,9 @@ impl Client {
     fn call(&self, request: Request) -> io::Result<Reply> {
         let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         calls.number += 1;
+        if TASKS.random.one_in(calls.pauses_one_in) {
+            thread::sleep(Duration::from_nanos(TASKS.random.below(PAUSE_NS_MAX)));
+        }
         if calls.number > calls.dies_at || calls.number == calls.dies_at && TASKS.random.one_in(2) {
             return Err(DEAD.into());
         }
@@ -314,11 +340,17 @@ impl Client {
 pub struct RemoteRepository(Arc<Client>);
 
 impl RemoteRepository {
-    /// For the process with this number on its host, which dies at the last of so many calls.
-    pub fn new(network: Arc<Network<Message>>, host: Host, server: Host, process: u32, calls: u64) -> Self {
+    /// For the process with this number on its host, which dies at the last of so many calls, and pauses before one in so many.
+    pub fn new(
+        network: Arc<Network<Message>>,
+        [host, server]: [Host; 2],
+        process: u32,
+        calls: u64,
+        pauses_one_in: u64,
+    ) -> Self {
         // No two processes of a host have calls of one number: a reply to a dead one is nobody's.
         let before = u64::from(process) << 32;
-        let calls = Mutex::new(Calls { number: before, dies_at: before + calls });
+        let calls = Mutex::new(Calls { number: before, dies_at: before + calls, pauses_one_in });
         let (uploads, remembered) = (Mutex::new(before), Mutex::default());
         Self(Arc::new(Client { network, host, server, calls, uploads, remembered }))
     }
@@ -369,13 +401,15 @@ impl Repository for RemoteRepository {
         {
             return Ok(heard.clone());
         }
-        match self.0.call(Request::List { prefix: prefix.to_owned() }) {
-            Ok(Reply::Objects(objects)) => {
-                self.remembered().lists.insert(prefix.to_owned(), objects.clone());
-                Ok(objects)
+        let mut listed = Vec::new();
+        for half in [false, true] {
+            match self.0.call(Request::List { prefix: prefix.to_owned(), half }) {
+                Ok(Reply::Objects(objects)) => listed.extend(objects),
+                other => return Err(Error::of(NAS, "listing")(refused(other))),
             }
-            other => Err(Error::of(NAS, "listing")(refused(other))),
         }
+        self.remembered().lists.insert(prefix.to_owned(), listed.clone());
+        Ok(listed)
     }
 
     fn create_new(&self, name: &ObjectName, copies: u8) -> Result<Box<dyn NewObject>> {

@@ -54,13 +54,13 @@ fn a_doubled_write_is_found() {
 
 #[test]
 fn a_repository_seed_replays_bit_for_bit() {
-    let (text, holds) = run(&["--run", "repository", "--seeds", "60", "--seed", "5000", "--twice"]);
+    let (text, holds) = run(&["--run", "repository", "--seeds", "20", "--seed", "5000", "--twice"]);
     assert!(holds, "{text}");
 }
 
 #[test]
 fn repository_seeds_hold() {
-    let (text, holds) = run(&["--run", "repository", "--seeds", "300"]);
+    let (text, holds) = run(&["--run", "repository", "--seeds", "100"]);
     assert!(holds, "{text}");
 }
 
@@ -108,4 +108,34 @@ fn a_layer_that_is_not_read_back_is_found() {
 #[test]
 fn a_layer_that_was_not_finished_is_found() {
     repository_finds("TrustedFinish");
+}
+
+#[test]
+fn a_head_that_counts_because_it_could_be_created_is_found() {
+    repository_finds("TrustedCreate");
+}
+
+#[test]
+fn a_head_that_is_deleted_too_soon_is_found() {
+    repository_finds("Hasty");
+}
+
+#[test]
+fn a_layer_that_is_deleted_before_its_head_came_is_found() {
+    repository_finds("LateListing");
+}
+
+#[test]
+fn a_delete_of_a_pinned_layer_is_found() {
+    repository_finds("UnreadPins");
+}
+
+#[test]
+fn a_pin_that_was_made_too_late_is_found() {
+    repository_finds("UnseenPin");
+}
+
+#[test]
+fn a_merge_that_loses_an_epoch_is_found() {
+    repository_finds("Unmerged");
 }

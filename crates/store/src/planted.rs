@@ -21,6 +21,16 @@ pub enum Planted {
     Unverified,
     /// A layer is taken for complete although finishing it failed.
     TrustedFinish,
+    /// A head is taken for the newest because it could be created.
+    TrustedCreate,
+    /// Heads are deleted, with what only they name, as soon as there is a newer one.
+    Hasty,
+    /// Layers are deleted by a listing that was made after the last head.
+    LateListing,
+    /// Layers are deleted without a look at the pins.
+    UnreadPins,
+    /// A state is taken for pinned without a look at the newest head.
+    UnseenPin,
     /// A merge ends without the layers that were published meanwhile.
     Unmerged,
 }
@@ -30,7 +40,18 @@ impl Planted {
     pub const DISK: [Self; 5] =
         [Self::MissingFlush, Self::SwappedFlush, Self::LostLock, Self::StalePage, Self::DoubledWrite];
     /// Those of hosts that publish in a repository.
-    pub const TIER: [Self; 4] = [Self::Unfenced, Self::BlindClaim, Self::Unverified, Self::TrustedFinish];
+    pub const TIER: [Self; 10] = [
+        Self::Unfenced,
+        Self::BlindClaim,
+        Self::Unverified,
+        Self::TrustedFinish,
+        Self::TrustedCreate,
+        Self::Hasty,
+        Self::LateListing,
+        Self::UnreadPins,
+        Self::UnseenPin,
+        Self::Unmerged,
+    ];
 
     /// Whether this one is there.
     #[inline]

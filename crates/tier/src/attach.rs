@@ -6,7 +6,7 @@
 use std::fs::{self, File, Permissions};
 use std::io::Read as _;
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -80,7 +80,9 @@ pub(crate) fn attach(
         .map_err(in_file("name it in its repository"))?;
     let (bytes, blake3) = digest(path)?;
     let number = EpochNumber::NONE.next();
-    let objects = vec![Object { id, bytes, blake3 }];
+    // In blocks of 512 bytes, whatever the file system's are.
+    let stored = path.metadata().map_err(in_file("look at"))?.blocks() * 512;
+    let objects = vec![Object { id, bytes, blake3, stored, zeros: 0 }];
     Ok((Epoch { number, time_ns: now_ns(), size: held.size(), objects }, held))
 }
 

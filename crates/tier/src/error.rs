@@ -32,15 +32,41 @@ pub enum Error {
         /// The most there can be.
         clusters: usize,
     },
-    /// A head that is not what a process published.
+    /// A head or a pin that is not what a process wrote.
     #[error("{repository}: {name} is damaged: {why}")]
-    BadHead {
+    Damaged {
         /// The repository.
         repository: String,
-        /// The head.
+        /// The head or the pin.
         name: ObjectName,
         /// What is wrong with it.
         why: String,
+    },
+    /// An epoch that no head may publish.
+    #[error("{repository}: epoch {epoch} cannot be published: {why}")]
+    BadEpoch {
+        /// The repository.
+        repository: String,
+        /// Its number.
+        epoch: EpochNumber,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A listing that cannot be relied on.
+    #[error("{repository}: a listing lacks {name}, which was created before, or took too long")]
+    OldListing {
+        /// The repository.
+        repository: String,
+        /// An object that this process created.
+        name: ObjectName,
+    },
+    /// A state that was deleted, or never published.
+    #[error("{repository}: epoch {epoch} is not kept")]
+    NotKept {
+        /// The repository.
+        repository: String,
+        /// The epoch.
+        epoch: EpochNumber,
     },
     /// The repository holds other bytes than were written.
     #[error("{repository}: {name} reads back otherwise than it was written")]

@@ -10,6 +10,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use vmstrata_repo::{ObjectName, draw_id};
 
+use crate::sealed::{seal, unseal};
+
 /// The most objects that a head names.
 pub const OBJECTS_MAX: usize = 4096;
 /// The most bytes of a head; one with [`OBJECTS_MAX`] objects has fewer.
@@ -22,9 +24,9 @@ pub(crate) const HEAD_PREFIX: &str = "head-";
 const EPOCH_PREFIX: &str = "epoch-";
 /// Ends the names of layers.
 const LAYER_SUFFIX: &str = ".qcow2";
+/// Begins the names of pins.
+pub(crate) const PIN_PREFIX: &str = "pin-";
 const VERSION: u32 = 1;
-/// The last line of a head: a BLAKE3 in hexadecimal and a line feed.
-const SUM_LEN: usize = 65;
 
 /// The place of a head in the order of all heads of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -38,6 +40,11 @@ impl HeadNumber {
     /// The number of the next head.
     pub fn next(self) -> Self {
         Self(self.0 + 1)
+    }
+
+    /// The number of the head before it, if there was one.
+    pub(crate) fn before(self) -> Option<Self> {
+        (self > Self::FIRST).then(|| Self(self.0 - 1))
     }
 
     /// The name of that head.
@@ -160,10 +167,34 @@ random_id! {
     ObjectId
 }
 
+random_id! {
+    /// A pin.
+    PinId
+}
+
+impl PinId {
+    /// The name of the object that is the pin.
+    pub fn name(self) -> ObjectName {
+        ObjectName::new(&format!("{PIN_PREFIX}{self}")).expect("letters, digits and a dash")
+    }
+
+    /// The id of the pin with this name.
+    pub fn of(name: &str) -> Option<Self> {
+        let id: Self = name.strip_prefix(PIN_PREFIX)?.parse().ok()?;
+        (id.name().as_str() == name).then_some(id)
+    }
+}
+
 impl ObjectId {
     /// The file name of the layer with this id.
     pub fn layer_name(self) -> ObjectName {
         ObjectName::new(&format!("{self}{LAYER_SUFFIX}")).expect("digits, letters and a dot")
+    }
+
+    /// The id of the layer with this file name.
+    pub fn of(name: &str) -> Option<Self> {
+        let id: Self = name.strip_suffix(LAYER_SUFFIX)?.parse().ok()?;
+        (id.layer_name().as_str() == name).then_some(id)
     }
 }
 
@@ -176,13 +207,13 @@ pub struct Object {
     pub id: ObjectId,
     /// Its length.
     pub bytes: u64,
+    /// The BLAKE3 of its bytes.
+    #[serde(with = "as_text")]
+    pub blake3: blake3::Hash,
     /// How many of its bytes are not blocks of zeros.
     pub stored: u64,
     /// How much of the disk it says is zeros, in bytes.
     pub zeros: u64,
-    /// The BLAKE3 of its bytes.
-    #[serde(with = "as_text")]
-    pub blake3: blake3::Hash,
 }
 
 /// A state of a disk, which it had between two of its guest's writes.
@@ -202,6 +233,22 @@ pub struct Epoch {
 impl Epoch {
     /// Of a disk of which nothing is published.
     pub const NONE: Self = Self { number: EpochNumber::NONE, time_ns: 0, size: 0, objects: Vec::new() };
+
+    /// Refuses what cannot be published.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if self.number.0 > COUNT_MAX {
+            return Err(format!("it counts past {COUNT_MAX}"));
+        }
+        let objects = &self.objects;
+        if objects.len() > OBJECTS_MAX {
+            return Err(format!("it names {} objects, and {OBJECTS_MAX} is the most", objects.len()));
+        }
+        let mut met = HashSet::with_capacity(objects.len());
+        match objects.iter().find(|object| !met.insert(object.id)) {
+            Some(twice) => Err(format!("it names {} twice", twice.id.layer_name())),
+            None => Ok(()),
+        }
+    }
 }
 
 /// See the module documentation.
@@ -216,23 +263,31 @@ pub struct Head {
     /// On which copy of the disk.
     #[serde(with = "as_text")]
     pub owner: OwnerId,
+    /// The lowest number of a head that is kept: those below it, and what only they name, may be gone.
+    pub floor: HeadNumber,
     /// What it publishes.
     pub epoch: Epoch,
 }
 
 impl Head {
-    pub(crate) fn new(number: HeadNumber, generation: Generation, owner: OwnerId, epoch: Epoch) -> Self {
-        assert!(epoch.objects.len() <= OBJECTS_MAX, "an epoch of {} objects", epoch.objects.len());
-        Self { version: VERSION, number, generation, owner, epoch }
+    /// The head after `below`.
+    pub(crate) fn after(below: Option<&Self>, owner: OwnerId) -> Self {
+        match below {
+            None => Self {
+                version: VERSION,
+                number: HeadNumber::FIRST,
+                generation: Generation::NONE,
+                owner,
+                floor: HeadNumber::FIRST,
+                epoch: Epoch::NONE,
+            },
+            Some(below) => Self { number: below.number.next(), owner, ..below.clone() },
+        }
     }
 
     /// The bytes of the object that holds it.
     pub fn encode(&self) -> Vec<u8> {
-        let mut bytes = serde_json::to_vec(self).expect("plain data");
-        bytes.push(b'\n');
-        let sum = blake3::hash(&bytes);
-        bytes.extend(format!("{sum}\n").bytes());
-        bytes
+        seal(self)
     }
 
     /// The head with this number from its bytes.
@@ -240,36 +295,27 @@ impl Head {
     /// # Errors
     /// What is wrong with them, if they are not what [`Head::encode`] made.
     pub fn decode(number: HeadNumber, bytes: &[u8]) -> Result<Self, String> {
-        let text = bytes.len().checked_sub(SUM_LEN).map(|len| &bytes[..len]).ok_or("it is too short")?;
-        if bytes[text.len()..] != *format!("{}\n", blake3::hash(text)).as_bytes() {
-            return Err("its checksum is wrong".to_owned());
-        }
-        let head: Self = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        let head: Self = unseal(bytes)?;
         if head.version != VERSION {
             return Err(format!("it is of version {}, not {VERSION}", head.version));
         }
         if head.number != number {
             return Err(format!("it is {}", head.number));
         }
-        if head.generation.0.max(head.epoch.number.0) > COUNT_MAX {
+        if head.floor > number {
+            return Err(format!("it is below its floor, {}", head.floor));
+        }
+        if head.generation.0 > COUNT_MAX {
             return Err(format!("it counts past {COUNT_MAX}"));
         }
-        let objects = &head.epoch.objects;
-        if objects.len() > OBJECTS_MAX {
-            return Err(format!("it names {} objects, and {OBJECTS_MAX} is the most", objects.len()));
-        }
-        let mut met = HashSet::with_capacity(objects.len());
-        if let Some(twice) = objects.iter().find(|object| !met.insert(object.id)) {
-            return Err(format!("it names {} twice", twice.id.layer_name()));
-        }
+        head.epoch.check()?;
         Ok(head)
     }
 }
 
 /// Whether an object of a disk's repository can have this name.
 pub fn is_object_name(name: &str) -> bool {
-    let layer = || name.strip_suffix(LAYER_SUFFIX)?.parse::<ObjectId>().ok();
-    HeadNumber::of(name).is_some() || layer().is_some_and(|id| id.layer_name().as_str() == name)
+    HeadNumber::of(name).is_some() || ObjectId::of(name).is_some() || PinId::of(name).is_some()
 }
 
 /// Values that are stored as their text.
@@ -304,18 +350,20 @@ pub(crate) mod as_text {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sealed::SUM_LEN;
 
     fn head(objects: usize) -> Head {
         let object = |number: usize| Object {
             id: ObjectId(u128::MAX - number as u128),
             bytes: u64::MAX,
+            blake3: blake3::hash(&number.to_le_bytes()),
             stored: u64::MAX,
             zeros: u64::MAX,
-            blake3: blake3::hash(&number.to_le_bytes()),
         };
         let objects = (0..objects).map(object).collect();
         let epoch = Epoch { number: EpochNumber(COUNT_MAX), time_ns: u64::MAX, size: u64::MAX, objects };
-        Head::new(HeadNumber(7), Generation(COUNT_MAX), OwnerId(5), epoch)
+        let generation = Generation(COUNT_MAX);
+        Head { number: HeadNumber(7), generation, epoch, ..Head::after(None, OwnerId(5)) }
     }
 
     /// `head` as text that an edit changes, with the checksum that then belongs to it.
@@ -351,6 +399,10 @@ mod tests {
     fn a_hostile_head_is_refused() {
         let head = head(2);
         assert_eq!(edited(&head, "\"version\":1", "\"version\":2").unwrap_err(), "it is of version 2, not 1");
+        assert_eq!(
+            edited(&head, "\"floor\":1", "\"floor\":8").unwrap_err(),
+            "it is below its floor, head-000000000008"
+        );
         assert_eq!(edited(&head, "\"number\":7", "\"number\":8").unwrap_err(), "it is head-000000000008");
         let past = format!("\"generation\":{}", u64::MAX);
         let told = edited(&head, &format!("\"generation\":{COUNT_MAX}"), &past).unwrap_err();
@@ -365,10 +417,10 @@ mod tests {
     }
 
     #[test]
-    fn objects_are_heads_and_layers() {
-        let layer = ObjectId(7).layer_name();
-        assert!(is_object_name(layer.as_str()) && is_object_name("head-000000000012"));
-        for other in ["web.qcow2", "7.qcow2", "head-12", &layer.as_str().to_uppercase(), "lock"] {
+    fn objects_are_heads_layers_and_pins() {
+        let (layer, pin) = (ObjectId(7).layer_name(), PinId(7).name());
+        assert!([layer.as_str(), pin.as_str(), "head-000000000012"].into_iter().all(is_object_name));
+        for other in ["web.qcow2", "7.qcow2", "head-12", "pin-7", &layer.as_str().to_uppercase(), "lock"] {
             assert!(!is_object_name(other), "{other}");
         }
     }

@@ -12,11 +12,14 @@
 //! | [`dense`](ship_state) | a state of a disk as a qcow2 file that holds no more than it must |
 //! | [`head`](Head) | what a head says, and its bytes |
 //! | [`publisher`](Publisher) | who publishes, and that nobody else does |
+//! | [`look`](newest) | what a repository holds, and how old that knowledge may be |
+//! | [`pin`](Pin) | what keeps a state for its readers |
 //! | [`merge`](Merge) | which layers become one |
+//! | `retain` | what may be deleted |
 //! | [`object`](ship) | how a layer gets into the repository |
 //!
 //! Invariants: two processes never publish one disk; a head names complete layers only; what a claim takes over is what was
-//! published last.
+//! published last; what the newest head, a pin, or a head of the last ten minutes names is there.
 
 #![forbid(unsafe_code)]
 
@@ -24,20 +27,26 @@ mod attach;
 mod dense;
 mod error;
 mod head;
+mod look;
 mod merge;
 mod object;
+mod pin;
 mod place;
 mod publisher;
+mod retain;
+mod sealed;
 mod tiered;
 
 pub use dense::{ship_merged, ship_state};
 pub use error::{Error, Result};
 pub use head::{
     Epoch, EpochNumber, Generation, HEAD_BYTES_MAX, Head, HeadNumber, OBJECTS_MAX, Object, ObjectId, OwnerId,
-    is_object_name,
+    PinId, is_object_name,
 };
+pub use look::{KEEP, newest, states};
 pub use merge::{LAYERS_MAX, Merge};
 pub use object::{Shipment, ship};
+pub use pin::{PURPOSE_MAX, Pin};
 pub use place::{Place, repository_of};
-pub use publisher::{Claim, Publisher, newest};
+pub use publisher::{Claim, Publisher};
 pub use tiered::{TierOptions, TierState, TierStatus, Tiered, take_over};

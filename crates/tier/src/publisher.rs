@@ -11,21 +11,29 @@
 //!   published, for good.
 //! - The next head of the process that published before has a number that is taken. It finds a newer generation there, and stops.
 //!   Its late writes and links make objects that no head names: an object's name is drawn anew each time.
-//! - Lookups and listings may be old. They say only where to try next; no decision depends on one, nor on a clock or a lock.
+//! - Old heads are deleted, so that a create may succeed at a number that is free again. A process believes that its head is the newest once
+//!   it has listed the repository, and the listing has that head and no newer one: [`Look`]. That head is then its own, as it has met no other's
+//!   head with that number before: a process that meets a newer head than its last never creates one again.
+//! - Lookups and listings may be old. Else they say only where to try next; no decision depends on one, nor on a lock.
 //! - After an error the process reads the head with that number: its create may have happened. While there is none, the
-//!   create may still happen, so that it tries the same head again, and no other.
+//!   create may still happen, so that it tries the same head again before any other.
 //!
-//! A head names objects that are complete, on stable storage and read back ([`ship`](crate::ship)).
+//! A head names objects that are complete, on stable storage and read back ([`ship`](crate::ship)). What is deleted, and when: `retain`.
 
+use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::sync::Arc;
 
 use vmstrata_repo::Repository;
 use vmstrata_store::Planted;
+use vmstrata_store::proc::since_boot;
 
 use crate::error::{Error, Result};
-use crate::head::{Epoch, Generation, HEAD_BYTES_MAX, HEAD_PREFIX, Head, HeadNumber, OwnerId};
+use crate::head::{Epoch, Head, HeadNumber, ObjectId, OwnerId, PinId};
+use crate::look::{Look, newest, read_head};
 use crate::object::Shipment;
+use crate::pin::Pin;
+use crate::retain::{Retention, unpinned};
 
 /// Why a process begins to publish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,6 +66,11 @@ pub struct Publisher {
     head: Head,
     /// One that it tried to create, which may still happen.
     unsettled: Option<Head>,
+    /// Whether it met a newer one.
+    is_fenced: bool,
+    retention: Retention,
+    /// Pins never change.
+    pins: Vec<Pin>,
 }
 
 impl Publisher {
@@ -67,16 +80,32 @@ impl Publisher {
     /// [`Error::Fenced`], [`Error::NoHead`] when the claim is not justified; a repository that cannot be read or written: the claim
     /// may then still succeed, which fences others, and can be made again.
     pub fn claim(repository: Arc<dyn Repository>, owner: OwnerId, claim: Claim) -> Result<Self> {
-        let mut below = newest(&*repository)?;
+        let before = Look::any(&*repository)?;
+        let mut below = before.heads().max().map(|number| read_head(&*repository, number)).transpose()?;
         loop {
             claim.check(&*repository, owner, below.as_ref())?;
-            let (number, generation, epoch) = match &below {
-                None => (HeadNumber::FIRST, Generation::NONE, Epoch::NONE),
-                Some(head) => (head.number.next(), head.generation, head.epoch.clone()),
+            let mut head = Head::after(below.as_ref(), owner);
+            head.generation = head.generation.next();
+            let other = match create(&*repository, &head)? {
+                Some(other) => Some(other),
+                None => {
+                    newer(&*repository, &head)?.map(|newer| read_head(&*repository, newer)).transpose()?
+                }
             };
-            let head = Head::new(number, generation.next(), owner, epoch);
-            match (create(&*repository, &head)?, below) {
-                (None, _) => return Ok(Self { repository, head, unsettled: None }),
+            match (other, below) {
+                (None, _) => {
+                    // No other process can finish what it began before.
+                    repository.sweep()?;
+                    let retention = Retention::new(&head, before.layers(), since_boot());
+                    return Ok(Self {
+                        repository,
+                        head,
+                        unsettled: None,
+                        is_fenced: false,
+                        retention,
+                        pins: Vec::new(),
+                    });
+                }
                 (Some(other), Some(mut seen)) if Planted::BlindClaim.is_there() => {
                     seen.number = other.number;
                     below = Some(seen);
@@ -92,31 +121,119 @@ impl Publisher {
         &self.head
     }
 
-    /// Publishes an epoch whose new objects were shipped.
+    /// Publishes an epoch whose new objects were shipped since the claim: the next one, or the last one with other objects that make
+    /// the same state. One that could not be published before is published first, or is the same.
     ///
     /// # Errors
-    /// [`Error::Fenced`]: this process publishes nothing any more. Else it may happen or have happened, and can be tried again.
+    /// [`Error::Fenced`]: this process publishes nothing any more. [`Error::BadEpoch`]. Else it may happen or have happened, and
+    /// can be tried again.
     ///
     /// # Panics
-    /// When an epoch before it failed otherwise than by [`Error::Fenced`], and this is another one; when its number is not higher than
-    /// that of the last; when it has more than [`OBJECTS_MAX`](crate::OBJECTS_MAX) objects.
+    /// When its number is lower than that of the last.
     pub fn publish(&mut self, epoch: Epoch) -> Result<()> {
-        assert!(epoch.number > self.head.epoch.number, "epoch {} again", epoch.number);
-        let head = Head::new(self.head.number.next(), self.head.generation, self.head.owner, epoch);
-        let is_settled = self.unsettled.as_ref().is_none_or(|unsettled| *unsettled == head);
-        assert!(is_settled, "{} may still be created with another epoch", head.number);
-        self.unsettled = Some(head.clone());
-        let taken = create(&*self.repository, &head)?;
-        self.unsettled = None;
-        match taken {
-            None => self.head = head,
-            Some(by) if Planted::Unfenced.is_there() => {
-                self.head.number = by.number;
-                return self.publish(head.epoch);
-            }
-            Some(by) => return Err(fenced(&*self.repository, by)),
+        self.check()?;
+        if let Some(before) = self.unsettled.clone().filter(|head| head.epoch != epoch) {
+            self.create(before)?;
         }
+        assert!(epoch.number >= self.head.epoch.number, "epoch {} again", epoch.number);
+        epoch.check().map_err(|why| Error::BadEpoch {
+            repository: self.repository.describe(),
+            epoch: epoch.number,
+            why,
+        })?;
+        if let Some(same) = self.unsettled.clone() {
+            return self.create(same);
+        }
+        let mut head = Head::after(Some(&self.head), self.head.owner);
+        head.floor = self.retention.floor(since_boot()).unwrap_or(head.floor);
+        head.epoch = epoch;
+        self.create(head)
+    }
+
+    fn create(&mut self, head: Head) -> Result<()> {
+        self.unsettled = Some(head.clone());
+        if let Some(by) = create(&*self.repository, &head)? {
+            return self.meet(by.number, Ok(by));
+        }
+        match newer(&*self.repository, &head) {
+            Ok(None) => {}
+            Ok(Some(number)) => return self.meet(number, read_head(&*self.repository, number)),
+            Err(error) => {
+                // Another look at that number might be at an old listing, with another process's head.
+                self.unsettled = Some(Head::after(Some(&head), head.owner));
+                return Err(error);
+            }
+        }
+        self.unsettled = None;
+        self.retention.published(&head, since_boot());
+        self.head = head;
         Ok(())
+    }
+
+    /// Publishes nothing any more: there is a newer head, which is this one if it can be read.
+    fn meet(&mut self, number: HeadNumber, by: Result<Head>) -> Result<()> {
+        if Planted::Unfenced.is_there() {
+            let mut head = self.unsettled.take().expect("set before a head is created");
+            head.number = number.next();
+            return self.create(head);
+        }
+        self.is_fenced = true;
+        Err(fenced(&*self.repository, by?))
+    }
+
+    /// Refuses to go on after another process was met.
+    fn check(&self) -> Result<()> {
+        if !self.is_fenced {
+            return Ok(());
+        }
+        let none = || Error::NoHead { repository: self.repository.describe() };
+        Err(fenced(&*self.repository, newest(&*self.repository)?.ok_or_else(none)?))
+    }
+
+    /// Has the next [`Publisher::sweep`] delete a layer that was shipped, and that this process will not publish.
+    pub fn discard(&mut self, id: ObjectId) {
+        self.retention.discard(id);
+    }
+
+    /// Deletes old heads, and the layers that no kept head and no pin names. Where nothing was published lately, it publishes the last
+    /// epoch again to let go of what was before. Returns how many layers are gone.
+    ///
+    /// # Errors
+    /// As [`Publisher::publish`]; a pin that cannot be read: then nothing is deleted. Can be tried again.
+    pub fn sweep(&mut self) -> Result<usize> {
+        self.check()?;
+        if let Some(head) = self.unsettled.clone() {
+            self.create(head)?;
+        }
+        let can_rise = |floor| floor > self.head.floor && !self.retention.unnamed(floor).is_empty();
+        if self.retention.floor(since_boot()).is_some_and(can_rise) {
+            self.publish(self.head.epoch.clone())?;
+        }
+        let repository = &*self.repository;
+        let look = Look::since(repository, &self.head.number.name())?;
+        let newer = look.heads().max().filter(|newest| *newest > self.head.number);
+        if let Some(newer) = newer.filter(|_| !Planted::Unfenced.is_there()) {
+            return self.meet(newer, read_head(&*self.repository, newer)).map(|()| 0);
+        }
+        if Planted::LateListing.is_there() {
+            look.layers().for_each(|id| self.retention.discard(id));
+        }
+        let listed: BTreeSet<PinId> = look.pins().filter(|_| !Planted::UnreadPins.is_there()).collect();
+        self.pins.retain(|pin| listed.contains(&pin.id));
+        for id in listed {
+            if self.pins.iter().all(|pin| pin.id != id) {
+                self.pins.push(Pin::read(repository, id)?);
+            }
+        }
+        let unnamed = unpinned(self.retention.unnamed(self.head.floor), &self.pins);
+        for id in &unnamed {
+            repository.delete(&id.layer_name())?;
+            self.retention.deleted(*id);
+        }
+        for number in look.heads().filter(|number| *number < self.head.floor) {
+            repository.delete(&number.name())?;
+        }
+        Ok(unnamed.len())
     }
 }
 
@@ -124,43 +241,27 @@ fn fenced(repository: &dyn Repository, by: Head) -> Error {
     Error::Fenced { repository: repository.describe(), by: Box::new(by) }
 }
 
-/// The newest head, or an earlier one where the repository's listing is old.
-///
-/// # Errors
-/// A repository that cannot be read, a damaged head.
-pub fn newest(repository: &dyn Repository) -> Result<Option<Head>> {
-    let heads = repository.list(HEAD_PREFIX)?;
-    let Some(number) = heads.iter().filter_map(|head| HeadNumber::of(head.name.as_str())).max() else {
-        return Ok(None);
-    };
-    read(repository, number).map(Some)
-}
-
-/// Creates a head; returns the one that has its number, where that is another.
+/// Creates a head; returns another one that has its number.
 fn create(repository: &dyn Repository, head: &Head) -> Result<Option<Head>> {
     let created = Shipment::begin(repository, head.number.name()).and_then(|mut shipment| {
         shipment.put(&head.encode())?;
         shipment.finish()
     });
     let Err(error) = created else { return Ok(None) };
-    match read(repository, head.number) {
+    match read_head(repository, head.number) {
         Ok(found) => Ok((found != *head).then_some(found)),
         Err(Error::Repository(absent)) if absent.kind() == ErrorKind::NotFound => Err(error),
         Err(error) => Err(error),
     }
 }
 
-fn read(repository: &dyn Repository, number: HeadNumber) -> Result<Head> {
-    let name = number.name();
-    let object = repository.open(&name)?;
-    let decoded = if object.len() > HEAD_BYTES_MAX {
-        Err(format!("it has {} bytes, and {HEAD_BYTES_MAX} is the most", object.len()))
-    } else {
-        let mut bytes = vec![0; object.len() as usize];
-        object.read_at(0, &mut bytes)?;
-        Head::decode(number, &bytes)
-    };
-    decoded.map_err(|why| Error::BadHead { repository: repository.describe(), name, why })
+/// The newest head above one that this process created. It must not have listed the repository while another process's head had that number.
+fn newer(repository: &dyn Repository, head: &Head) -> Result<Option<HeadNumber>> {
+    if Planted::TrustedCreate.is_there() {
+        return Ok(None);
+    }
+    let look = Look::since(repository, &head.number.name())?;
+    Ok(look.heads().max().filter(|newest| *newest > head.number))
 }
 
 #[cfg(test)]
@@ -173,8 +274,7 @@ mod tests {
     use vmstrata_repo::DirectoryRepository;
 
     use super::*;
-    use crate::head::is_object_name;
-    use crate::ship;
+    use crate::{is_object_name, ship, states};
 
     fn directory() -> TempDir {
         tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap()
@@ -227,6 +327,77 @@ mod tests {
         }
         let again = Publisher::claim(repository, old, Claim::Resume).unwrap();
         assert!(again.head().generation > first.head().generation);
+    }
+
+    /// Deletes heads as a sweep does when they are old enough.
+    fn delete(repository: &dyn Repository, numbers: std::ops::Range<u64>) {
+        for number in numbers {
+            let name = format!("head-{number:012}");
+            repository.delete(&vmstrata_repo::ObjectName::new(&name).unwrap()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_head_at_a_number_that_is_free_again_is_nobodys() {
+        let dir = directory();
+        let (repository, [old, new]) = (repository(dir.path()), [OwnerId::draw(), OwnerId::draw()]);
+        let mut first = Publisher::claim(repository.clone(), old, Claim::First).unwrap();
+        first.publish(next_epoch(&first)).unwrap();
+        let mut second = Publisher::claim(repository.clone(), new, Claim::TakeOver).unwrap();
+        for _ in 0..3 {
+            second.publish(next_epoch(&second)).unwrap();
+        }
+        delete(&*repository, 1..5);
+        assert_eq!(fenced_by(first.publish(next_epoch(&first))), *second.head());
+        second.publish(next_epoch(&second)).unwrap();
+        assert_eq!(newest(&*repository).unwrap().as_ref(), Some(second.head()));
+    }
+
+    #[test]
+    fn an_epoch_of_more_layers_than_a_head_names_is_refused() {
+        let dir = directory();
+        let mut publisher = Publisher::claim(repository(dir.path()), OwnerId::draw(), Claim::First).unwrap();
+        let mut epoch = next_epoch(&publisher);
+        let one = epoch.objects[0];
+        epoch.objects.resize_with(crate::OBJECTS_MAX + 1, || crate::Object { id: ObjectId::draw(), ..one });
+        let told = publisher.publish(epoch).unwrap_err().to_string();
+        assert!(told.ends_with("cannot be published: it names 4097 objects, and 4096 is the most"), "{told}");
+        publisher.publish(next_epoch(&publisher)).unwrap();
+    }
+
+    #[test]
+    fn a_pin_keeps_an_epoch_that_a_kept_head_publishes() {
+        let dir = directory();
+        let repository = repository(dir.path());
+        let mut publisher = Publisher::claim(repository.clone(), OwnerId::draw(), Claim::First).unwrap();
+        for _ in 0..3 {
+            publisher.publish(next_epoch(&publisher)).unwrap();
+        }
+        let states = states(&*repository).unwrap();
+        assert_eq!(states.len(), 4);
+        assert_eq!(Pin::make(&*repository, None, "").unwrap().epoch, publisher.head().epoch);
+        let pin = Pin::make(&*repository, Some(states[2].epoch.number), "clone of web").unwrap();
+        assert_eq!(pin.epoch, states[2].epoch);
+        let unknown = Pin::make(&*repository, Some(publisher.head().epoch.number.next()), "").unwrap_err();
+        assert!(matches!(unknown, Error::NotKept { .. }), "{unknown}");
+        assert_eq!(Pin::read(&*repository, pin.id).unwrap(), pin);
+        pin.release(&*repository).unwrap();
+        assert_eq!(Pin::all(&*repository).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_damaged_pin_is_an_error_that_names_it_and_nothing_is_deleted() {
+        let dir = directory();
+        let repository = repository(dir.path());
+        ship(&*repository, 0, |shipment| shipment.put(b"left over")).unwrap();
+        let mut publisher = Publisher::claim(repository.clone(), OwnerId::draw(), Claim::First).unwrap();
+        let pin = Pin::make(&*repository, None, "").unwrap();
+        let path = dir.path().join(pin.id.name().as_str());
+        fs::File::options().write(true).open(&path).unwrap().set_len(100).unwrap();
+        let told = publisher.sweep().unwrap_err().to_string();
+        assert!(told.ends_with(&format!("{} is damaged: its checksum is wrong", pin.id.name())), "{told}");
+        pin.release(&*repository).unwrap();
+        assert_eq!(publisher.sweep().unwrap(), 1);
     }
 
     #[test]

@@ -157,7 +157,7 @@ pub fn take_over(
 ) -> Result<(Head, Option<PathBuf>)> {
     let no_head = || Error::NoHead { repository: place.repository.display().to_string() };
     let repository = place.open_repository()?.ok_or_else(no_head)?;
-    let newest = crate::publisher::newest(&*repository)?.ok_or_else(no_head)?;
+    let newest = crate::look::newest(&*repository)?.ok_or_else(no_head)?;
     let (mut copy, mut aside) = (Copy::hold(place)?, None);
     // One without a base was never written.
     if let Some((owner, base)) = copy.record().and_then(|record| Some((record.owner, record.base?))) {
