@@ -41,6 +41,7 @@ use crate::request::{Completion, Op, Request};
 use crate::stats::{Begun, QueueStats};
 use crate::throttle::Throttle;
 use crate::workers::{Job, Mailbox, Reply};
+use absent::Holds;
 use flush::Flushes;
 use limits::Throttled;
 use pins::Pins;
@@ -104,6 +105,8 @@ struct Slot {
     writing: Option<Phase>,
     /// What a read will have brought into the host's memory.
     fetches: SmallVec<[Fetch; 1]>,
+    /// What keeps the bytes of a read here meanwhile.
+    holds: Holds,
 }
 
 impl IoQueue {
@@ -278,6 +281,7 @@ impl IoQueue {
             failed: false,
             writing: None,
             fetches: SmallVec::new(),
+            holds: Holds::new(),
         };
         number
     }
@@ -510,6 +514,7 @@ impl IoQueue {
         if let Some(phase) = slot.phase.take() {
             self.member.leave(&self.disk.epochs, phase);
         }
+        slot.holds.clear();
         self.free.push(number);
         let begun = slot.begun;
         self.end(&request, begun, result)

@@ -40,9 +40,11 @@ mod transfer;
 mod view;
 mod window;
 
+use std::any::Any;
 use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
 pub use directory::{Directory, Entry, Place, open_device, open_named};
 pub use fault::{
@@ -168,15 +170,18 @@ pub trait Store: Send + Sync + fmt::Debug {
     }
 }
 
-/// A store whose bytes may be elsewhere, and come to a file of this host when they are asked for.
+/// Keeps bytes of a [`Fetch`] here until it is dropped.
+pub type Hold = Arc<dyn Any + Send + Sync>;
+
+/// A store whose bytes may be elsewhere, and come to a file of this host when they are asked for. They may go again.
 pub trait Fetch {
-    /// Whether all bytes of a range are here.
-    fn is_here(&self, at: HostOffset, len: u64) -> bool;
+    /// Keeps a range here, if all of it is here: until the hold is dropped, [`Fetch::file`] has its bytes.
+    fn hold(&self, at: HostOffset, len: u64) -> Option<Hold>;
 
     /// Brings the bytes of a range here, and calls `then`, once: when they are here, or cannot be had. Waits for nothing.
     fn fetch(&self, at: HostOffset, len: u64, then: Box<dyn FnOnce(io::Result<()>) + Send>);
 
-    /// The file that has those that are here, for rings.
+    /// The file that has those that are here, for rings and views.
     fn file(&self) -> &dyn LocalFile;
 }
 

@@ -32,17 +32,16 @@ pub struct OpenStore {
 impl OpenStore {
     /// Looks up what a ring needs, once: a store's descriptor and alignment do not change.
     pub fn new(store: Arc<dyn Store>) -> Arc<Self> {
-        let fetch = store.fetch();
-        let local = fetch.map_or_else(|| store.local(), |fetch| Some(fetch.file()));
+        let local = file_of(&*store);
         let fd = local.and_then(|file| Some(file.raw()?.as_raw_fd()));
         let ring = local.filter(|file| fd.is_some() || file.simulated().is_some());
         let alignment = ring.map(|file| u32::try_from(file.raw_alignment()).expect("blocks are small"));
         let start = local.map_or(HostOffset::ZERO, LocalFile::start);
-        let may_be_absent = fetch.is_some();
+        let may_be_absent = store.fetch().is_some();
         Arc::new(Self { fd, alignment, start, may_be_absent, view: Mutex::default(), store })
     }
 
-    /// Whether a range must be asked for with [`Store::fetch`] before a ring reads it.
+    /// Whether a range must be held ([`crate::Fetch::hold`]) while a ring or a view reads it.
     #[inline]
     pub fn may_be_absent(&self) -> bool {
         self.may_be_absent
@@ -66,10 +65,15 @@ impl OpenStore {
         self.alignment == Some(1) && self.start == HostOffset::ZERO
     }
 
+    /// The file of this host that has the bytes, or those of them that are here.
+    pub(crate) fn file(&self) -> Option<&dyn LocalFile> {
+        file_of(&*self.store)
+    }
+
     /// A view of the bytes, if there can be one: up to `end` at least, if the file reaches so far.
     pub fn view(&self, end: HostOffset) -> Option<View> {
         let mut view = self.view.lock();
-        let file = self.store.local()?;
+        let file = self.file()?;
         if let Some(short) = view.get_or_insert_with(|| file.view())
             && !short.reaches(end)
             && let Ok(len) = self.store.len()
@@ -86,6 +90,10 @@ impl OpenStore {
     pub(crate) fn ring_fd(&self) -> RawFd {
         self.fd.expect("a store that a ring can use")
     }
+}
+
+fn file_of(store: &dyn Store) -> Option<&dyn LocalFile> {
+    store.fetch().map_or_else(|| store.local(), |fetch| Some(fetch.file()))
 }
 
 impl Deref for OpenStore {

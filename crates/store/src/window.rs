@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use vmstrata_types::HostOffset;
 
-use crate::{FaultStore, Fetch, LocalFile, Segment, Store, slice, total_len};
+use crate::{FaultStore, Fetch, Hold, LocalFile, Segment, Store, slice, total_len};
 
 /// See the module documentation. Offsets count from its first byte; rings add where that lies ([`LocalFile::start`]). They do not
 /// know where it ends: ask them for what lies inside.
@@ -103,8 +103,8 @@ impl LocalFile for WindowStore {
 }
 
 impl Fetch for WindowStore {
-    fn is_here(&self, at: HostOffset, len: u64) -> bool {
-        self.whole.fetch().is_none_or(|fetch| fetch.is_here(self.in_whole(at), len))
+    fn hold(&self, at: HostOffset, len: u64) -> Option<Hold> {
+        self.whole.fetch()?.hold(self.in_whole(at), len)
     }
 
     fn fetch(&self, at: HostOffset, len: u64, then: Box<dyn FnOnce(io::Result<()>) + Send>) {

@@ -1,10 +1,10 @@
 //! Reads of bytes that are not on this host yet.
 //!
 //! ```text
-//!   read ──► all its pieces here? ── yes ──► ring
-//!                    │ no                      ▲
-//!                    ▼                         │ the last piece has come
-//!               a fetch of each piece ─────────┘
+//!   read ──► all its pieces here? ── yes: held ──► view, ring
+//!                    │ no                           ▲
+//!                    ▼                              │ the last piece has come
+//!               a fetch of each piece ──────────────┘
 //! ```
 //!
 //! The read waits in its slot, outside the disk's epochs: no thread and no lock is held, other requests pass it, and layers may
@@ -13,7 +13,8 @@
 
 use std::sync::Arc;
 
-use vmstrata_store::RingFile;
+use smallvec::SmallVec;
+use vmstrata_store::{Hold, RingFile};
 
 use super::IoQueue;
 use super::plan::Parts;
@@ -23,25 +24,33 @@ use crate::error::Result;
 use crate::request::{Completion, Op, Request};
 use crate::workers::Reply;
 
+/// What keeps the pieces of a read here.
+pub(super) type Holds = SmallVec<[Hold; 1]>;
+
 impl IoQueue {
-    /// Lets a read wait for those of its pieces that are elsewhere; gives it back if all are here.
+    /// Lets a read wait for those of its pieces that are elsewhere; gives it back if all are here, and keeps them here.
     #[inline]
     pub(super) fn wait_for_absent(
         &mut self,
         request: Request,
         phase: Phase,
         parts: &Parts,
-    ) -> Option<(Request, Phase)> {
-        let absent: Vec<Absent> = parts
-            .iter()
-            .filter_map(|part| match &part.file {
-                RingFile::Open(file) => self.layers.absent_piece(file, part.layer, part.at, part.len as u64),
-                RingFile::Pinned(_) => None,
-            })
-            .collect();
-        if absent.is_empty() {
-            return Some((request, phase));
+    ) -> Option<(Request, Phase, Holds)> {
+        let (mut holds, mut absent) = (Holds::new(), Vec::new());
+        for part in parts {
+            let RingFile::Open(file) = &part.file else { continue };
+            match self.layers.hold_piece(file, part.layer, part.at, part.len as u64) {
+                Ok(None) => {}
+                Ok(Some(hold)) if holds.last().is_some_and(|last| Arc::ptr_eq(last, &hold)) => {}
+                Ok(Some(hold)) => holds.push(hold),
+                Err(piece) => absent.push(piece),
+            }
         }
+        if absent.is_empty() {
+            return Some((request, phase, holds));
+        }
+        // Before it waits: what is held takes room.
+        drop(holds);
         self.fetch_absent(request, phase, absent);
         None
     }

@@ -80,7 +80,7 @@ impl IoQueue {
 
     /// Hands the pieces of a read to the ring that are not in views. Without any, it is done.
     fn start_read(&mut self, request: Request, phase: Phase, mut parts: Parts) {
-        let Some((request, phase)) = self.wait_for_absent(request, phase, &parts) else { return };
+        let Some((request, phase, holds)) = self.wait_for_absent(request, phase, &parts) else { return };
         let count = parts.len();
         let (counters, layers) = (self.stats.counters(), &*self.layers);
         let mut zeros = request.range.len;
@@ -103,14 +103,13 @@ impl IoQueue {
         let reads = gather(parts, &request.segments);
         let slot = self.slot(request, Some(phase), reads.len() + usize::from(apart > 0));
         self.slots[slot as usize].fetches = fetches;
+        self.slots[slot as usize].holds = holds;
         if let Some(request) = second_half {
             self.hand_over(slot, request);
         }
         for (part, memory) in reads {
-            if let RingFile::Open(store) = &part.file
-                && !store.may_be_absent()
-            {
-                if self.layers.is_frozen(part.layer) {
+            if let RingFile::Open(store) = &part.file {
+                if self.layers.is_frozen(part.layer) && !store.may_be_absent() {
                     self.pins.add(&mut self.ring, part.layer, store);
                 }
                 self.views.add(part.layer, store, part.at + part.len as u64);

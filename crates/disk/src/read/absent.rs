@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use vmstrata_qcow2::L2Entry;
-use vmstrata_store::OpenStore;
+use vmstrata_store::{Hold, OpenStore};
 use vmstrata_types::{GuestRange, HostOffset, LayerIndex};
 
 use crate::absent::Absent;
@@ -19,16 +19,36 @@ use crate::request::{Op, Request};
 const AT_ONCE: usize = 256;
 
 impl Layers {
+    /// Keeps a piece of a layer here, where it may be elsewhere.
+    ///
+    /// # Errors
+    /// What has to be fetched first.
+    #[inline]
+    pub(crate) fn hold_piece(
+        &self,
+        file: &Arc<OpenStore>,
+        layer: LayerIndex,
+        at: HostOffset,
+        len: u64,
+    ) -> Result<Option<Hold>, Absent> {
+        if !file.may_be_absent() {
+            return Ok(None);
+        }
+        let hold = file.fetch().expect("its bytes may be absent").hold(at, len);
+        let absent =
+            || Absent { file: Arc::clone(file), path: self.path_of(layer).to_owned(), layer, at, len };
+        hold.map(Some).ok_or_else(absent)
+    }
+
     /// What a piece of a layer lacks; `None` if all of it is here.
-    pub(crate) fn absent_piece(
+    fn absent_piece(
         &self,
         file: &Arc<OpenStore>,
         layer: LayerIndex,
         at: HostOffset,
         len: u64,
     ) -> Option<Absent> {
-        let lacks = file.may_be_absent() && !file.fetch().is_some_and(|fetch| fetch.is_here(at, len));
-        lacks.then(|| Absent { file: Arc::clone(file), path: self.path_of(layer).to_owned(), layer, at, len })
+        self.hold_piece(file, layer, at, len).err()
     }
 
     /// Pieces that a request has to wait for, some of them if there are many. What cannot be found out is none: carrying the request

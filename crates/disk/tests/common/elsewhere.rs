@@ -10,7 +10,7 @@ use vmstrata_disk::{
     CreateOptions, Disk, Format, LocalFiles, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role,
     create,
 };
-use vmstrata_store::{Fetch, Gate, LocalFile, Segment, Store, total_len};
+use vmstrata_store::{Fetch, Gate, Hold, LocalFile, Segment, Store, total_len};
 use vmstrata_types::HostOffset;
 
 use super::scratch;
@@ -79,7 +79,7 @@ struct FarStore {
 
 impl Store for FarStore {
     fn read_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<usize> {
-        if !self.is_here(at, total_len(segments) as u64) {
+        if self.hold(at, total_len(segments) as u64).is_none() {
             assert!(*self.elsewhere.is_lost.lock().unwrap(), "a thread waits");
             return Err(io::ErrorKind::NotConnected.into());
         }
@@ -110,8 +110,9 @@ fn chunks(at: HostOffset, len: u64) -> Range<usize> {
 }
 
 impl Fetch for FarStore {
-    fn is_here(&self, at: HostOffset, len: u64) -> bool {
-        self.elsewhere.here.lock().unwrap()[chunks(at, len)].iter().all(|here| *here)
+    fn hold(&self, at: HostOffset, len: u64) -> Option<Hold> {
+        let is_here = self.elsewhere.here.lock().unwrap()[chunks(at, len)].iter().all(|here| *here);
+        is_here.then(|| Arc::new(()) as Hold)
     }
     fn fetch(&self, at: HostOffset, len: u64, then: Then) {
         if *self.elsewhere.is_lost.lock().unwrap() {

@@ -109,5 +109,5 @@ impl Emulated for Simulated {
 }
 
 fn store_of(job: &Job) -> &FaultStore {
-    job.store().local().and_then(LocalFile::simulated).expect("a simulated ring's files are FaultStores")
+    job.store().file().and_then(LocalFile::simulated).expect("a simulated ring's files are FaultStores")
 }
