@@ -4,7 +4,6 @@
 //! until an overlay takes its place.
 
 use std::fs::{self, File, Permissions};
-use std::io::Read as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::Path;
@@ -16,14 +15,14 @@ use vmstrata_disk::{
 };
 use vmstrata_qcow2::create::new_image;
 use vmstrata_qcow2::{CreateError, CreateOptions, Incompatible, NewBacking};
+use vmstrata_repo::Repository;
 use vmstrata_store::FileId;
 
 use crate::error::{Error, Result};
-use crate::head::{Epoch, EpochNumber, Object, ObjectId};
+use crate::head::{Epoch, EpochNumber, ObjectId};
+use crate::object::adopt;
 use crate::place::{Place, sync_directory};
 
-/// Bytes of an image that are read at once.
-const PIECE: usize = 1 << 20;
 /// What people and stock tools may do with published files.
 const READ_ONLY: u32 = 0o444;
 
@@ -63,6 +62,7 @@ fn why_not(head: &LayerHead) -> Option<String> {
 /// An image that cannot become a layer, or that is in use; whatever the host reports.
 pub(crate) fn attach(
     place: &Place,
+    repository: &dyn Repository,
     open: &OpenOptions,
     resources: &Arc<Resources>,
 ) -> Result<(Epoch, Arc<Disk>)> {
@@ -78,11 +78,7 @@ pub(crate) fn attach(
     fs::hard_link(path, place.repository.join(id.layer_name().as_str()))
         .and_then(|()| sync_directory(&place.repository))
         .map_err(in_file("name it in its repository"))?;
-    let (bytes, blake3) = digest(path)?;
-    let number = EpochNumber::NONE.next();
-    // In blocks of 512 bytes, whatever the file system's are.
-    let stored = path.metadata().map_err(in_file("look at"))?.blocks() * 512;
-    let objects = vec![Object { id, bytes, blake3, stored, zeros: 0 }];
+    let (number, objects) = (EpochNumber::NONE.next(), vec![adopt(repository, id)?]);
     Ok((Epoch { number, time_ns: now_ns(), size: held.size(), objects }, held))
 }
 
@@ -94,19 +90,6 @@ pub(crate) fn seal(place: &Place, epoch: &Epoch) -> Result<()> {
     let layer = place.repository.join(epoch.objects[0].id.layer_name().as_str());
     fs::set_permissions(&layer, Permissions::from_mode(READ_ONLY))
         .map_err(Error::of_file(&layer, "make it read-only"))
-}
-
-fn digest(path: &Path) -> Result<(u64, blake3::Hash)> {
-    let read = || {
-        let (mut file, mut hash, mut piece) = (File::open(path)?, blake3::Hasher::new(), vec![0; PIECE]);
-        loop {
-            match file.read(&mut piece)? {
-                0 => return Ok((hash.count(), hash.finalize())),
-                len => _ = hash.update(&piece[..len]),
-            }
-        }
-    };
-    read().map_err(Error::of_file(path, "read"))
 }
 
 /// Makes the disk's path lead to an empty overlay on the newest layer of an epoch.

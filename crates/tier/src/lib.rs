@@ -17,6 +17,7 @@
 //! | [`merge`](Merge) | which layers become one |
 //! | `retain` | what may be deleted |
 //! | [`object`](ship) | how a layer gets into the repository |
+//! | `digests` | what proves a part of a layer |
 //!
 //! Invariants: two processes never publish one disk; a head names complete layers only; what a claim takes over is what was
 //! published last; what the newest head, a pin, or a head of the last ten minutes names is there.
@@ -25,6 +26,7 @@
 
 mod attach;
 mod dense;
+mod digests;
 mod error;
 mod head;
 mod look;

@@ -1,8 +1,9 @@
 //! Objects on their way into a repository.
 
-use vmstrata_repo::{NewObject, ObjectName, Repository};
+use vmstrata_repo::{NewObject, ObjectName, ObjectReader, Repository};
 use vmstrata_store::Planted;
 
+use crate::digests::{Digester, Digests};
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
 
@@ -22,14 +23,14 @@ pub struct Shipment {
     repository: String,
     name: ObjectName,
     object: Box<dyn NewObject>,
-    hash: blake3::Hasher,
+    digester: Digester,
     stored: u64,
 }
 
 impl Shipment {
     pub(crate) fn begin(repository: &dyn Repository, name: ObjectName) -> Result<Self> {
         let object = repository.create_new(&name, 1)?;
-        Ok(Self { repository: repository.describe(), name, object, hash: blake3::Hasher::new(), stored: 0 })
+        Ok(Self { repository: repository.describe(), name, object, digester: Digester::default(), stored: 0 })
     }
 
     /// Adds bytes at its end.
@@ -37,39 +38,40 @@ impl Shipment {
     /// # Errors
     /// What the repository reports; the object is then not shipped.
     pub fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.hash.update(bytes);
+        self.digester.update(bytes);
         self.stored += stored_bytes(bytes);
         Ok(self.object.write(bytes)?)
     }
 
     /// Gives the object its name, once the repository has all of it on stable storage and gives it back as it was written.
-    /// Returns length and hash.
-    pub(crate) fn finish(mut self) -> Result<(u64, blake3::Hash)> {
+    pub(crate) fn finish(mut self) -> Result<Digests> {
         self.object.sync()?;
-        let sum = (self.hash.count(), self.hash.finalize());
-        if !Planted::Unverified.is_there() && self.read_back()? != sum {
+        let digests = std::mem::take(&mut self.digester).finish();
+        if !Planted::Unverified.is_there() && read(&*self.object.read_back()?)?.0 != digests {
             return Err(Error::Corrupt { repository: self.repository, name: self.name });
         }
         match self.object.finish() {
             Err(_) if Planted::TrustedFinish.is_there() => {}
             finished => finished?,
         }
-        Ok(sum)
-    }
-
-    fn read_back(&self) -> Result<(u64, blake3::Hash)> {
-        let reader = self.object.read_back()?;
-        let (mut hash, mut piece) = (blake3::Hasher::new(), vec![0; PIECE]);
-        for at in (0..reader.len()).step_by(PIECE) {
-            let piece = &mut piece[..(reader.len() - at).min(PIECE as u64) as usize];
-            reader.read_at(at, piece)?;
-            hash.update(piece);
-        }
-        Ok((hash.count(), hash.finalize()))
+        Ok(digests)
     }
 }
 
-/// Ships a layer whose bytes `write` puts, and which says of so much of the disk that it is zeros. When this returns, it is complete.
+/// Reads all of an object: its digests, and how many of its bytes are not blocks of zeros.
+fn read(object: &dyn ObjectReader) -> Result<(Digests, u64)> {
+    let (mut digester, mut stored, mut piece) = (Digester::default(), 0, vec![0; PIECE]);
+    for at in (0..object.len()).step_by(PIECE) {
+        let piece = &mut piece[..(object.len() - at).min(PIECE as u64) as usize];
+        object.read_at(at, piece)?;
+        digester.update(piece);
+        stored += stored_bytes(piece);
+    }
+    Ok((digester.finish(), stored))
+}
+
+/// Ships a layer whose bytes `write` puts, and which says of so much of the disk that it is zeros, and the digests of its chunks. When this
+/// returns, both are complete.
 ///
 /// # Errors
 /// What `write` or the repository report; [`Error::Corrupt`]. No head must name the layer then; an object of that name may be left over.
@@ -83,12 +85,35 @@ pub fn ship(
     let mut shipment = Shipment::begin(repository, id.layer_name())?;
     write(&mut shipment)?;
     let stored = shipment.stored;
-    match shipment.finish() {
-        Ok((bytes, blake3)) => Ok(Object { id, bytes, blake3, stored, zeros }),
-        Err(error) => {
-            // It may be there; what comes later still, the next claim finds.
-            let _ = repository.delete(&id.layer_name());
-            Err(error)
-        }
+    let shipped = shipment.finish().and_then(|digests| {
+        ship_digests(repository, id, &digests).map(|()| digests.object(id, stored, zeros))
+    });
+    if shipped.is_err() {
+        // They may be there; what comes later still, the next claim finds.
+        let _ = remove(repository, id);
     }
+    shipped
+}
+
+/// Makes a file that has the name of a layer already one that heads can name: reads it, and ships the digests of its chunks.
+///
+/// # Errors
+/// What the repository reports; [`Error::Corrupt`].
+pub fn adopt(repository: &dyn Repository, id: ObjectId) -> Result<Object> {
+    let (digests, stored) = read(&*repository.open(&id.layer_name())?)?;
+    ship_digests(repository, id, &digests)?;
+    Ok(digests.object(id, stored, 0))
+}
+
+/// Deletes a layer, and the digests of its chunks.
+pub(crate) fn remove(repository: &dyn Repository, id: ObjectId) -> vmstrata_repo::Result<()> {
+    repository.delete(&id.layer_name())?;
+    repository.delete(&id.digests_name())
+}
+
+fn ship_digests(repository: &dyn Repository, id: ObjectId, digests: &Digests) -> Result<()> {
+    let mut shipment = Shipment::begin(repository, id.digests_name())?;
+    shipment.put(&digests.encode())?;
+    shipment.finish()?;
+    Ok(())
 }

@@ -31,7 +31,7 @@ use vmstrata_store::proc::since_boot;
 use crate::error::{Error, Result};
 use crate::head::{Epoch, Head, HeadNumber, ObjectId, OwnerId, PinId};
 use crate::look::{Look, newest, read_head};
-use crate::object::Shipment;
+use crate::object::{Shipment, remove};
 use crate::pin::Pin;
 use crate::retain::{Retention, unpinned};
 
@@ -119,6 +119,11 @@ impl Publisher {
     /// The last head that this process created.
     pub fn head(&self) -> &Head {
         &self.head
+    }
+
+    /// Where it publishes.
+    pub(crate) fn repository(&self) -> &dyn Repository {
+        &*self.repository
     }
 
     /// Publishes an epoch whose new objects were shipped since the claim: the next one, or the last one with other objects that make
@@ -227,7 +232,7 @@ impl Publisher {
         }
         let unnamed = unpinned(self.retention.unnamed(self.head.floor), &self.pins);
         for id in &unnamed {
-            repository.delete(&id.layer_name())?;
+            remove(repository, *id)?;
             self.retention.deleted(*id);
         }
         for number in look.heads().filter(|number| *number < self.head.floor) {

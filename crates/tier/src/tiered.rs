@@ -185,7 +185,7 @@ fn make_copy(
     resources: &Arc<Resources>,
 ) -> Result<()> {
     if publisher.head().epoch.number == EpochNumber::NONE {
-        let (epoch, _held) = attach(place, open, resources)?;
+        let (epoch, _held) = attach(place, publisher.repository(), open, resources)?;
         publisher.publish(epoch.clone())?;
         seal(place, &epoch)?;
         point_at(place, &epoch)?;

@@ -187,6 +187,17 @@ fn a_raw_base_is_shipped_whole() {
 }
 
 #[test]
+fn an_image_that_is_there_already_is_named_as_if_it_was_shipped() {
+    let fixture = Fixture::new();
+    let shipped = ship(&fixture.repository, 0, |shipment| shipment.put(&[7; 600_000])).unwrap();
+    let id = ObjectId::draw();
+    fs::hard_link(fixture.path(shipped), fixture.remote.path().join(id.layer_name().as_str())).unwrap();
+    assert_eq!(adopt(&fixture.repository, id).unwrap(), Object { id, ..shipped });
+    let digests = |id: ObjectId| fs::read(fixture.remote.path().join(id.digests_name().as_str())).unwrap();
+    assert_eq!(digests(id), digests(shipped.id));
+}
+
+#[test]
 fn a_damaged_layer_is_an_error_that_names_it_and_ships_nothing() {
     let mut fixture = Fixture::new();
     let base = fixture.add("cluster_size=64k", "1M", &["write -q -P 1 0 64k".to_owned()]);
