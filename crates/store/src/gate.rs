@@ -171,13 +171,24 @@ impl Gate {
         if let Some(kind) = refused_kind(FileType::from_raw_mode(stat.st_mode)) {
             return Err(GateError::NotAFile { path: path.to_owned(), kind });
         }
-        if let Some(allowed) = &self.allowed {
-            let resolved = location(&pinned).map_err(failed)?;
-            if !allowed.iter().any(|directory| resolved.starts_with(directory)) {
-                return Err(GateError::Outside { path: path.to_owned(), resolved, allowed: allowed.clone() });
-            }
+        if self.allowed.is_some() {
+            self.check(path, &location(&pinned).map_err(failed)?)?;
         }
         Ok((pinned, stat))
+    }
+
+    /// Refuses the file at `path`, which really is at `resolved`, if it lies outside.
+    ///
+    /// # Errors
+    /// [`GateError::Outside`].
+    pub fn check(&self, path: &Path, resolved: &Path) -> Result<(), GateError> {
+        match &self.allowed {
+            Some(allowed) if !allowed.iter().any(|directory| resolved.starts_with(directory)) => {
+                let (path, resolved, allowed) = (path.to_owned(), resolved.to_owned(), allowed.clone());
+                Err(GateError::Outside { path, resolved, allowed })
+            }
+            _ => Ok(()),
+        }
     }
 }
 
