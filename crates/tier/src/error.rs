@@ -76,6 +76,14 @@ pub enum Error {
         /// The object, which nothing names.
         name: ObjectName,
     },
+    /// The host's cache of layers cannot be used.
+    #[error("cannot use the cache {}: {source}", path.display())]
+    Cache {
+        /// Its directory, or a file in it.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// A repository without heads.
     #[error("{repository}: no disk is published here")]
     NoHead {

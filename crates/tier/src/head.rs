@@ -187,6 +187,11 @@ impl PinId {
 }
 
 impl ObjectId {
+    /// Its bits.
+    pub(crate) fn to_u128(self) -> u128 {
+        self.0
+    }
+
     /// The file name of the layer with this id.
     pub fn layer_name(self) -> ObjectName {
         self.named(LAYER_SUFFIX)

@@ -25,6 +25,8 @@
 #![forbid(unsafe_code)]
 
 mod attach;
+mod cache;
+mod cached_files;
 mod dense;
 mod digests;
 mod error;
@@ -35,10 +37,13 @@ mod object;
 mod pin;
 mod place;
 mod publisher;
+mod remote;
 mod retain;
 mod sealed;
 mod tiered;
 
+pub use cache::{CACHE_BYTES_MIN, Cache, CacheUse};
+pub use cached_files::CachedFiles;
 pub use dense::{ship_merged, ship_state};
 pub use error::{Error, Result};
 pub use head::{
@@ -47,8 +52,9 @@ pub use head::{
 };
 pub use look::{KEEP, newest, states};
 pub use merge::{LAYERS_MAX, Merge};
-pub use object::{Shipment, ship};
+pub use object::{Shipment, adopt, ship};
 pub use pin::{PURPOSE_MAX, Pin};
 pub use place::{Place, repository_of};
 pub use publisher::{Claim, Publisher};
+pub use remote::{CachedLayer, OnMissing, Remote};
 pub use tiered::{TierOptions, TierState, TierStatus, Tiered, take_over};

@@ -1,0 +1,729 @@
+//! The chunks of repositories' layers that this host has: one copy for all disks of a process.
+//!
+//! ```text
+//!               claim              settle             evict                 no read holds it
+//!   missing ─────────────► coming ────────► here ◄──────────────► retired ─────────────────► missing
+//!   found, by a restart ──►   │              proved by its digest     │ claim: looked at again
+//!                             └── only this one touches the file      └─ its bytes are still there
+//! ```
+//!
+//! A layer has one sparse file, `ID.chunks`, with each chunk at its place, so that rings and views read it as any other file. Which
+//! chunks are here is known in memory only. A process that begins takes what files hold for *found*: it proves a chunk by its
+//! digest before it uses it. So nothing has to be flushed, and torn, stale and foreign bytes are noticed.
+//!
+//! Invariants:
+//! - A chunk that is here was proved by its digest in this process.
+//! - A read holds a layer's token from before it looks at chunks to its end. A chunk that is given up is taken out of the table first,
+//!   then the token is replaced, and the chunk's bytes go when nothing holds the old one. Nobody waits for that: the budget is
+//!   exceeded meanwhile.
+//! - A layer gives up no more chunks before those are gone: who holds an older token needs no newer one.
+//! - One process uses the directory at a time.
+//!
+//! Lock order: one at a time, but for a layer's file under the room.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::fs::{DirBuilder, File, TryLockError};
+use std::io::{self, Read as _, Write as _};
+use std::ops::Range;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use arc_swap::ArcSwap;
+use parking_lot::{Condvar, Mutex};
+use vmstrata_store::{Access, Directory, FileOptions, FileStore, Hold, Place, Store};
+use vmstrata_types::HostOffset;
+
+use crate::digests::{CHUNK, Digests};
+use crate::error::{Error, Result};
+use crate::head::{Object, ObjectId};
+
+/// The least budget that serves any request: one of 1,024 pieces needs as many chunks at a time.
+pub const CACHE_BYTES_MIN: u64 = 1024 * CHUNK;
+/// The largest layer.
+const LAYER_BYTES_MAX: u64 = 16 << 40;
+/// The part of the budget that is given up at a time, beyond what is needed.
+const SPARE: u64 = 64;
+/// Bytes given up when the host has no room.
+const FEW: u64 = 8 * CHUNK;
+/// For how long to try to lock the directory: a process that ends lets go of it late.
+const PATIENCE: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(20);
+const LOCK: &str = "lock";
+const CHUNKS_SUFFIX: &str = ".chunks";
+const PRIVATE: u32 = 0o600;
+
+/// See the module documentation.
+#[derive(Debug)]
+pub struct Cache {
+    dir: Directory,
+    budget: u64,
+    wrap: Wrap,
+    room: Mutex<Room>,
+    fetched: AtomicU64,
+    watch: Mutex<Watch>,
+    watched: Condvar,
+    is_closed: Mutex<bool>,
+    closing: Condvar,
+    /// Keeps the directory locked.
+    _lock: File,
+}
+
+/// What is put around each file of the cache: tests fail and delay what is done with it.
+struct Wrap(Box<Wrapping>);
+
+type Wrapping = dyn Fn(Arc<dyn Store>) -> Arc<dyn Store> + Send + Sync;
+
+impl fmt::Debug for Wrap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Wrap")
+    }
+}
+
+/// How full a cache is, and what it has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheUse {
+    /// Bytes of layers on this host.
+    pub bytes: u64,
+    /// The most there should be.
+    pub budget: u64,
+    /// Chunks that came from repositories since the process began.
+    pub fetched: u64,
+}
+
+/// All chunks there are.
+#[derive(Debug, Default)]
+struct Room {
+    layers: Vec<Arc<Cached>>,
+    by_id: HashMap<ObjectId, usize>,
+    /// Where to look next for a chunk to give up: a layer, and a chunk of it.
+    hand: (usize, usize),
+    /// Bytes of chunks that files have, or may have.
+    used: u64,
+    retired: Vec<Retired>,
+}
+
+/// Chunks of a layer that are given up.
+#[derive(Debug)]
+struct Retired {
+    layer: Arc<Cached>,
+    chunks: Vec<usize>,
+    /// Of reads that may have found them here.
+    token: Arc<()>,
+}
+
+#[derive(Debug, Default)]
+struct Watch {
+    is_running: bool,
+    /// When the first waiter's time is over.
+    next: Option<Instant>,
+}
+
+/// Where a chunk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct State(u8);
+
+impl State {
+    const MISSING: Self = Self(0);
+    /// The file may have it: it must be proved.
+    const FOUND: Self = Self(1);
+    const HERE: Self = Self(2);
+    const RETIRED: Self = Self(3);
+    const COMING: Self = Self(4);
+    /// Beside the state: it was read since the clock's hand passed.
+    const USED: u8 = 1 << 7;
+}
+
+/// What of a layer is on this host.
+#[derive(Debug)]
+pub(crate) struct Cached {
+    pub(crate) id: ObjectId,
+    /// Bytes of the layer.
+    len: u64,
+    /// What the layer is, once a disk has said so.
+    object: Mutex<Option<Object>>,
+    /// Their states; changed under the cache's room, or by who has claimed the chunk.
+    chunks: Box<[AtomicU8]>,
+    token: ArcSwap<()>,
+    /// Stays open: views and rings keep reading what this has.
+    file: Mutex<Option<Arc<dyn Store>>>,
+    digests: Mutex<Option<Arc<Digests>>>,
+    /// Who waits for a chunk that is fetched.
+    waiting: Mutex<HashMap<usize, Vec<Waiter>>>,
+}
+
+/// Who waits for a chunk.
+pub(crate) struct Waiter {
+    /// When it waits no more, and why it then had to wait so long.
+    pub(crate) until: Option<Instant>,
+    pub(crate) late: Failure,
+    pub(crate) then: Box<dyn FnOnce(io::Result<()>) + Send>,
+}
+
+impl fmt::Debug for Waiter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Waiter").field("until", &self.until).finish_non_exhaustive()
+    }
+}
+
+/// Why a chunk could not be had, for all who wait for it.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    pub(crate) kind: io::ErrorKind,
+    pub(crate) text: String,
+}
+
+impl Failure {
+    pub(crate) fn new(kind: io::ErrorKind, text: impl Into<String>) -> Self {
+        Self { kind, text: text.into() }
+    }
+
+    pub(crate) fn closed() -> Self {
+        Self::new(io::ErrorKind::NotConnected, "the cache was closed before it came")
+    }
+
+    pub(crate) fn error(&self) -> io::Error {
+        io::Error::new(self.kind, self.text.clone())
+    }
+}
+
+impl Cached {
+    fn new(id: ObjectId, len: u64) -> Self {
+        Self {
+            id,
+            len,
+            object: Mutex::default(),
+            chunks: bytemuck::zeroed_slice_box(len.div_ceil(CHUNK) as usize),
+            token: ArcSwap::default(),
+            file: Mutex::default(),
+            digests: Mutex::default(),
+            waiting: Mutex::default(),
+        }
+    }
+
+    /// Where a chunk lies.
+    pub(crate) fn place_of(chunk: usize) -> HostOffset {
+        HostOffset::new(chunk as u64 * CHUNK)
+    }
+
+    /// Bytes of a chunk.
+    pub(crate) fn chunk_len(&self, chunk: usize) -> u64 {
+        CHUNK.min(self.len - chunk as u64 * CHUNK)
+    }
+
+    /// The chunks that a range lies in.
+    pub(crate) fn chunks_of(&self, at: HostOffset, len: u64) -> Range<usize> {
+        let end = at.get().saturating_add(len).min(self.len).div_ceil(CHUNK);
+        ((at.get() / CHUNK).min(end) as usize)..end as usize
+    }
+
+    /// Keeps chunks here, if all of them are.
+    #[inline]
+    pub(crate) fn hold(&self, mut chunks: Range<usize>) -> Option<Hold> {
+        // Before it looks at the chunks: who gives one up replaces the token after that.
+        let token = self.token.load_full();
+        chunks.all(|chunk| self.use_here(chunk)).then_some(token)
+    }
+
+    /// Notes that a chunk is used, if it is here.
+    #[inline]
+    fn use_here(&self, chunk: usize) -> bool {
+        let now = self.chunks[chunk].load(Ordering::SeqCst);
+        let is_here = now & !State::USED == State::HERE.0;
+        if is_here && now & State::USED == 0 {
+            self.chunks[chunk].fetch_or(State::USED, Ordering::SeqCst);
+        }
+        is_here
+    }
+
+    fn take_used(&self, chunk: usize) -> bool {
+        self.chunks[chunk].fetch_and(!State::USED, Ordering::SeqCst) & State::USED != 0
+    }
+
+    fn state(&self, chunk: usize) -> State {
+        State(self.chunks[chunk].load(Ordering::SeqCst) & !State::USED)
+    }
+
+    fn set(&self, chunk: usize, state: State) {
+        self.chunks[chunk].store(state.0, Ordering::SeqCst);
+    }
+
+    /// Whether a chunk is here at this moment.
+    pub(crate) fn is_here(&self, chunk: usize) -> bool {
+        self.state(chunk) == State::HERE
+    }
+
+    /// Says what the layer is; false if another disk has said otherwise.
+    fn is(&self, object: &Object) -> bool {
+        self.object.lock().get_or_insert(*object) == object
+    }
+
+    /// The digests of its chunks, which `load` gets if they are not known yet.
+    pub(crate) fn digests<E>(&self, load: impl FnOnce() -> Result<Digests, E>) -> Result<Arc<Digests>, E> {
+        let mut digests = self.digests.lock();
+        if let Some(digests) = &*digests {
+            return Ok(Arc::clone(digests));
+        }
+        let loaded = Arc::new(load()?);
+        *digests = Some(Arc::clone(&loaded));
+        Ok(loaded)
+    }
+
+    /// Has somebody wait for a chunk; true if nobody did, so that it has to be fetched.
+    pub(crate) fn wait(&self, chunk: usize, waiter: Waiter) -> bool {
+        let mut waiting = self.waiting.lock();
+        let is_first = !waiting.contains_key(&chunk);
+        waiting.entry(chunk).or_default().push(waiter);
+        is_first
+    }
+
+    /// A chunk has come, or cannot be had: those who wait for it hear of it.
+    pub(crate) fn answer(&self, chunk: usize, fetched: Result<(), &Failure>) {
+        let waiting = self.waiting.lock().remove(&chunk).unwrap_or_default();
+        for waiter in waiting {
+            (waiter.then)(fetched.map_err(Failure::error));
+        }
+    }
+
+    /// Ends the fetching of a chunk if nobody waits for it any more; whether that is so.
+    pub(crate) fn is_given_up(&self, chunk: usize) -> bool {
+        let mut waiting = self.waiting.lock();
+        let is_over = waiting.get(&chunk).is_none_or(Vec::is_empty);
+        if is_over {
+            waiting.remove(&chunk);
+        }
+        is_over
+    }
+
+    /// Tells those whose time is over; returns when that of the next one is.
+    fn expire(&self, now: Instant) -> Option<Instant> {
+        let (mut over, mut next) = (Vec::new(), None::<Instant>);
+        for waiters in self.waiting.lock().values_mut() {
+            over.extend(waiters.extract_if(.., |waiter| waiter.until.is_some_and(|until| until <= now)));
+            next = next.into_iter().chain(waiters.iter().filter_map(|waiter| waiter.until)).min();
+        }
+        for waiter in over {
+            (waiter.then)(Err(waiter.late.error()));
+        }
+        next
+    }
+}
+
+/// What a chunk was before it was claimed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Claimed {
+    /// Here: there is nothing to do.
+    Here,
+    /// In the file, perhaps.
+    Found,
+    /// Nowhere on this host.
+    Missing,
+}
+
+/// What becomes of a chunk that was claimed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Settled {
+    /// The file has it, and it is proved.
+    Here,
+    /// The file has something in its place.
+    Found,
+    /// The file has nothing in its place.
+    Missing,
+}
+
+impl Cache {
+    /// The cache in a directory, which is made if need be. It keeps to `budget` bytes, about; with fewer than [`CACHE_BYTES_MIN`]
+    /// large requests may never find all that they need.
+    ///
+    /// # Errors
+    /// A directory that cannot be used, or that another process uses.
+    pub fn open(dir: &Path, budget: u64) -> Result<Arc<Self>> {
+        Self::open_with(dir, budget, |file| file)
+    }
+
+    /// As [`Cache::open`], for tests: `wrap` is put around each file.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open_with(
+        dir: &Path,
+        budget: u64,
+        wrap: impl Fn(Arc<dyn Store>) -> Arc<dyn Store> + Send + Sync + 'static,
+    ) -> Result<Arc<Self>> {
+        let open = || -> io::Result<Self> {
+            DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+            let dir = Directory::open(dir)?;
+            let lock = lock(&dir)?;
+            Ok(Self {
+                dir,
+                budget,
+                wrap: Wrap(Box::new(wrap)),
+                room: Mutex::default(),
+                fetched: AtomicU64::new(0),
+                watch: Mutex::default(),
+                watched: Condvar::new(),
+                is_closed: Mutex::new(false),
+                closing: Condvar::new(),
+                _lock: lock,
+            })
+        };
+        let cache = open().and_then(|cache| {
+            cache.find()?;
+            Ok(cache)
+        });
+        cache.map(Arc::new).map_err(|source| Error::Cache { path: dir.to_owned(), source })
+    }
+
+    /// How full it is, and what it has done.
+    pub fn usage(&self) -> CacheUse {
+        let bytes = self.room.lock().used;
+        CacheUse { bytes, budget: self.budget, fetched: self.fetched.load(Ordering::Relaxed) }
+    }
+
+    /// Fails all that waits, and all that would wait from now on: disks can then be closed though a repository does not answer.
+    pub fn close(&self) {
+        *self.is_closed.lock() = true;
+        self.closing.notify_all();
+        let layers = self.room.lock().layers.clone();
+        for layer in layers {
+            let chunks: Vec<usize> = layer.waiting.lock().keys().copied().collect();
+            chunks.into_iter().for_each(|chunk| layer.answer(chunk, Err(&Failure::closed())));
+        }
+    }
+
+    /// Its directory.
+    pub(crate) fn path(&self) -> PathBuf {
+        self.dir.path().to_owned()
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        *self.is_closed.lock()
+    }
+
+    /// Waits, unless the cache is closed.
+    pub(crate) fn pause(&self, time: Duration) {
+        let mut is_closed = self.is_closed.lock();
+        if !*is_closed {
+            self.closing.wait_for(&mut is_closed, time);
+        }
+    }
+
+    /// Takes in what an earlier process has left, without reading it.
+    fn find(&self) -> io::Result<()> {
+        let mut room = self.room.lock();
+        for entry in self.dir.entries()? {
+            let (place, _) = entry?;
+            let Some(id) = id_of(&place) else { continue };
+            let file = match place.open(Access::ReadWrite) {
+                Ok(file) => self.wrapped(file, &place)?,
+                Err(error) => {
+                    tracing::warn!(file = %place.path().display(), %error, "the cache leaves this file alone");
+                    continue;
+                }
+            };
+            let len = file.len()?;
+            let layer = Cached::new(id, if len <= LAYER_BYTES_MAX { len } else { 0 });
+            let mut at = HostOffset::ZERO;
+            while at.get() < layer.len {
+                let (is_data, end) = file.extent(at)?;
+                if is_data {
+                    for chunk in layer.chunks_of(at, end.get() - at.get()) {
+                        if layer.state(chunk) == State::MISSING {
+                            layer.set(chunk, State::FOUND);
+                            room.used += layer.chunk_len(chunk);
+                        }
+                    }
+                }
+                at = end;
+            }
+            if (0..layer.chunks.len()).all(|chunk| layer.state(chunk) == State::MISSING) {
+                place.remove()?;
+                // Its digests may not have been kept.
+                let _ = self.digests_place(id).remove();
+            } else {
+                room.add(Arc::new(layer));
+            }
+        }
+        self.shrink(&mut room);
+        Ok(())
+    }
+
+    /// What of a layer is here, from now on for a disk that knows what the layer is.
+    ///
+    /// # Errors
+    /// A layer that is too large, or that another disk knows as something else.
+    pub(crate) fn layer(&self, object: &Object) -> Result<Arc<Cached>> {
+        let place = self.chunks_place(object.id);
+        let failed =
+            |why: &str| Error::Cache { path: place.path(), source: io::Error::other(why.to_owned()) };
+        if object.bytes > LAYER_BYTES_MAX {
+            return Err(failed("a layer of more than 16 TiB"));
+        }
+        let mut room = self.room.lock();
+        let known = room.by_id.get(&object.id).map(|&place| Arc::clone(&room.layers[place]));
+        let layer = match known {
+            Some(layer) if layer.len == object.bytes || layer.object.lock().is_some() => layer,
+            // A file of another length is none of this layer's.
+            Some(_) | None => room.add(Arc::new(Cached::new(object.id, object.bytes))),
+        };
+        if layer.is(object) { Ok(layer) } else { Err(failed("another repository has a layer of this id")) }
+    }
+
+    /// The file that has what is here of a layer.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub(crate) fn file(&self, layer: &Cached) -> io::Result<Arc<dyn Store>> {
+        let mut file = layer.file.lock();
+        if let Some(file) = &*file {
+            return Ok(Arc::clone(file));
+        }
+        let place = self.chunks_place(layer.id);
+        let opened = self.wrapped(place.open_or_create(PRIVATE)?, &place)?;
+        if opened.len()? != layer.len {
+            opened.set_len(0)?;
+            opened.set_len(layer.len)?;
+        }
+        *file = Some(Arc::clone(&opened));
+        Ok(opened)
+    }
+
+    fn wrapped(&self, file: File, place: &Place) -> io::Result<Arc<dyn Store>> {
+        let options = FileOptions { access: Access::ReadWrite, lock: None, ..FileOptions::FROZEN };
+        let store = FileStore::new(file, &place.path(), &options).map_err(io::Error::other)?;
+        Ok((self.wrap.0)(Arc::new(store)))
+    }
+
+    fn chunks_place(&self, id: ObjectId) -> Place {
+        self.dir.place(format!("{id}{CHUNKS_SUFFIX}"))
+    }
+
+    fn digests_place(&self, id: ObjectId) -> Place {
+        self.dir.place(id.digests_name().as_str())
+    }
+
+    /// The list of digests that was kept of a layer, whatever it is worth.
+    pub(crate) fn kept_digests(&self, object: &Object) -> io::Result<Vec<u8>> {
+        let file = self.digests_place(object.id).open(Access::ReadOnly)?;
+        let mut bytes = Vec::new();
+        file.take(Digests::encoded_len(object.bytes) + 1).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Keeps a list of digests.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub(crate) fn keep_digests(&self, id: ObjectId, bytes: &[u8]) -> io::Result<()> {
+        let mut file = self.digests_place(id).open_or_create(PRIVATE)?;
+        file.set_len(0)?;
+        file.write_all(bytes)
+    }
+
+    /// Claims a chunk for whoever fetches it, who settles it if it is not here.
+    ///
+    /// # Panics
+    /// When it is claimed already.
+    pub(crate) fn claim(&self, layer: &Cached, chunk: usize) -> Claimed {
+        let _room = self.room.lock();
+        let claimed = match layer.state(chunk) {
+            State::HERE => return Claimed::Here,
+            State::FOUND | State::RETIRED => Claimed::Found,
+            state => {
+                assert_eq!(state, State::MISSING, "a chunk is fetched by one thread at a time");
+                Claimed::Missing
+            }
+        };
+        layer.set(chunk, State::COMING);
+        claimed
+    }
+
+    /// Ends a claim: says where the chunk is now, and gives up others for it if need be.
+    pub(crate) fn settle(&self, layer: &Cached, chunk: usize, claimed: Claimed, settled: Settled) {
+        let mut room = self.room.lock();
+        let (state, takes_room) = match settled {
+            Settled::Here => (State::HERE.0 | State::USED, true),
+            Settled::Found => (State::FOUND.0, true),
+            Settled::Missing => (State::MISSING.0, false),
+        };
+        if takes_room && claimed == Claimed::Missing {
+            room.used += layer.chunk_len(chunk);
+        }
+        layer.chunks[chunk].store(state, Ordering::SeqCst);
+        self.shrink(&mut room);
+    }
+
+    /// Gives up a few chunks for others, as the host has no room.
+    pub(crate) fn give_up_some(&self) {
+        let mut room = self.room.lock();
+        room.retire(FEW);
+        self.reclaim(&mut room);
+    }
+
+    /// A chunk came from its repository.
+    pub(crate) fn count_fetched(&self) {
+        self.fetched.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The host cannot read a chunk back: it is not here any more.
+    pub(crate) fn lose(&self, layer: &Cached, chunk: usize) {
+        let _room = self.room.lock();
+        if layer.is_here(chunk) {
+            layer.set(chunk, State::FOUND);
+        }
+    }
+
+    /// Gives up chunks until the rest is within the budget, but for those that reads hold.
+    fn shrink(&self, room: &mut Room) {
+        self.reclaim(room);
+        let leaving: u64 = room.retired.iter().map(Retired::bytes).sum();
+        let staying = room.used - leaving;
+        if staying > self.budget {
+            room.retire(staying - (self.budget - self.budget / SPARE));
+            self.reclaim(room);
+        }
+    }
+
+    /// Frees the space of what is given up and not read any more.
+    fn reclaim(&self, room: &mut Room) {
+        let Room { retired, used, .. } = room;
+        retired.retain_mut(|Retired { layer, chunks, token }| {
+            if Arc::get_mut(token).is_none() {
+                return true;
+            }
+            for &chunk in chunks.iter().filter(|&&chunk| layer.state(chunk) == State::RETIRED) {
+                let len = layer.chunk_len(chunk);
+                match self.file(layer).and_then(|file| file.punch_hole(Cached::place_of(chunk), len)) {
+                    Ok(()) => {
+                        *used -= len;
+                        layer.set(chunk, State::MISSING);
+                    }
+                    Err(error) => {
+                        tracing::warn!(layer = %layer.id, %error, "the cache cannot give space back");
+                        layer.set(chunk, State::FOUND);
+                    }
+                }
+            }
+            false
+        });
+    }
+}
+
+impl Room {
+    /// Takes a layer in, in place of one of its id, of which nothing is used.
+    fn add(&mut self, layer: Arc<Cached>) -> Arc<Cached> {
+        match self.by_id.get(&layer.id) {
+            Some(&place) => {
+                let before = std::mem::replace(&mut self.layers[place], Arc::clone(&layer));
+                let found = (0..before.chunks.len()).filter(|&chunk| before.state(chunk) != State::MISSING);
+                self.used -= found.map(|chunk| before.chunk_len(chunk)).sum::<u64>();
+            }
+            None => {
+                self.by_id.insert(layer.id, self.layers.len());
+                self.layers.push(Arc::clone(&layer));
+            }
+        }
+        layer
+    }
+
+    /// Gives up chunks that were not used for longest, about: `excess` bytes, or what there is in two turns of the hand.
+    fn retire(&mut self, mut excess: u64) {
+        let mut chosen: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for _ in 0..=2 * self.layers.len() {
+            let place = self.hand.0 % self.layers.len();
+            let layer = &self.layers[place];
+            // Those that it gives up already are in the way of more.
+            let is_busy = self.retired.iter().any(|retired| Arc::ptr_eq(&retired.layer, layer));
+            while !is_busy && excess > 0 && self.hand.1 < layer.chunks.len() {
+                let chunk = self.hand.1;
+                self.hand.1 += 1;
+                let is_kept = matches!(layer.state(chunk), State::HERE | State::FOUND);
+                if is_kept && !layer.take_used(chunk) {
+                    layer.set(chunk, State::RETIRED);
+                    excess = excess.saturating_sub(layer.chunk_len(chunk));
+                    chosen.entry(place).or_default().push(chunk);
+                }
+            }
+            if excess == 0 {
+                break;
+            }
+            self.hand = (place + 1, 0);
+        }
+        for (place, chunks) in chosen {
+            let layer = Arc::clone(&self.layers[place]);
+            let token = layer.token.swap(Arc::default());
+            self.retired.push(Retired { layer, chunks, token });
+        }
+    }
+}
+
+impl Retired {
+    /// Bytes that it will give back.
+    fn bytes(&self) -> u64 {
+        let leaving = self.chunks.iter().filter(|&&chunk| self.layer.state(chunk) == State::RETIRED);
+        leaving.map(|&chunk| self.layer.chunk_len(chunk)).sum()
+    }
+}
+
+impl Cache {
+    /// Sees to it that waiters whose time is over by then are told.
+    pub(crate) fn expire_at(self: &Arc<Self>, until: Instant) {
+        let mut watch = self.watch.lock();
+        watch.next = watch.next.into_iter().chain([until]).min();
+        if watch.is_running {
+            self.watched.notify_one();
+            return;
+        }
+        let cache = Arc::clone(self);
+        match thread::Builder::new().name("cache-watch".to_owned()).spawn(move || cache.watch()) {
+            Ok(_) => watch.is_running = true,
+            Err(error) => tracing::warn!(%error, "reads may wait longer for a repository than they should"),
+        }
+    }
+
+    /// Runs while somebody waits who will not wait for ever.
+    fn watch(&self) {
+        let mut watch = self.watch.lock();
+        while let Some(next) = watch.next {
+            if next > Instant::now() {
+                self.watched.wait_until(&mut watch, next);
+                continue;
+            }
+            watch.next = None;
+            drop(watch);
+            let layers = self.room.lock().layers.clone();
+            let now = Instant::now();
+            let next = layers.iter().filter_map(|layer| layer.expire(now)).min();
+            watch = self.watch.lock();
+            watch.next = watch.next.into_iter().chain(next).min();
+        }
+        watch.is_running = false;
+    }
+}
+
+/// Locks the directory for this process.
+fn lock(dir: &Directory) -> io::Result<File> {
+    let file = dir.place(LOCK).open_or_create(PRIVATE)?;
+    let began = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) if began.elapsed() < PATIENCE => thread::sleep(PAUSE),
+            Err(TryLockError::WouldBlock) => {
+                return Err(io::Error::new(io::ErrorKind::ResourceBusy, "another process uses it"));
+            }
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
+    }
+}
+
+/// Which layer's chunks a file of the cache has.
+fn id_of(place: &Place) -> Option<ObjectId> {
+    let name = place.name().to_str()?;
+    let id: ObjectId = name.strip_suffix(CHUNKS_SUFFIX)?.parse().ok()?;
+    (format!("{id}{CHUNKS_SUFFIX}") == name).then_some(id)
+}

@@ -1,0 +1,89 @@
+//! The files of disks on this host, of which some layers are in repositories.
+//!
+//! A chain names a layer of a repository by its path there, so that stock tools follow it. This opens it through the cache instead:
+//! the engine asks for a path, and gets a store whose bytes come when they are read.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+use vmstrata_disk::{Error as DiskError, IoContext as _, LocalFiles, Opened, Opener, Role};
+use vmstrata_store::{Fetch as _, FileIdentity, Gate};
+use vmstrata_types::HostOffset;
+
+use crate::error::{Error, Result};
+use crate::head::Object;
+use crate::remote::{CachedLayer, Remote};
+
+/// See the module documentation.
+#[derive(Debug, Default)]
+pub struct CachedFiles {
+    directories: RwLock<HashMap<PathBuf, Directory>>,
+}
+
+/// A repository's directory.
+#[derive(Debug)]
+struct Directory {
+    /// Its path without links.
+    resolved: PathBuf,
+    layers: HashMap<OsString, CachedLayer>,
+}
+
+impl CachedFiles {
+    /// From now on, chains get these layers of the repository in the directory `dir` through the cache. Asks for the first bytes of
+    /// each, without waiting: a chain that is opened reads those first.
+    ///
+    /// # Errors
+    /// A directory that is not there; what [`Remote::layer`] reports.
+    pub fn add(&self, dir: &Path, remote: &Arc<Remote>, objects: &[Object]) -> Result<()> {
+        let resolved = dir.canonicalize().map_err(|source| Error::Cache { path: dir.to_owned(), source })?;
+        let named =
+            |object: &Object| Ok((OsString::from(object.id.layer_name().as_str()), remote.layer(object)?));
+        let layers = objects.iter().map(named).collect::<Result<Vec<_>>>()?;
+        for (_, layer) in &layers {
+            layer.fetch(HostOffset::ZERO, 1, Box::new(drop));
+        }
+        let mut directories = self.directories.write();
+        let empty = || Directory { resolved, layers: HashMap::new() };
+        directories.entry(dir.to_owned()).or_insert_with(empty).layers.extend(layers);
+        Ok(())
+    }
+
+    /// The layer at a path, if it is one, and the gate lets it through.
+    fn layer(&self, path: &Path, gate: &Gate) -> vmstrata_disk::Result<Option<CachedLayer>> {
+        let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(None) };
+        let directories = self.directories.read();
+        let Some(directory) = directories.get(dir) else { return Ok(None) };
+        let Some(layer) = directory.layers.get(name) else { return Ok(None) };
+        gate.check(path, &directory.resolved.join(name))?;
+        Ok(Some(layer.clone()))
+    }
+}
+
+impl Opener for CachedFiles {
+    fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
+        let Some(layer) = self.layer(path, gate)? else { return LocalFiles.open(path, role, gate) };
+        if !matches!(role, Role::Frozen | Role::Inspected) {
+            let refused = Err(io::Error::from(io::ErrorKind::ReadOnlyFilesystem));
+            return refused
+                .while_trying("write a layer of a repository")
+                .map_err(|e: DiskError| e.in_file(path));
+        }
+        let identity = layer.identity();
+        Ok(Opened { store: Arc::new(layer), identity })
+    }
+
+    fn identity(&self, path: &Path, gate: &Gate) -> vmstrata_disk::Result<FileIdentity> {
+        match self.layer(path, gate)? {
+            Some(layer) => Ok(layer.identity()),
+            None => LocalFiles.identity(path, gate),
+        }
+    }
+
+    fn may_be_absent(&self) -> bool {
+        !self.directories.read().is_empty()
+    }
+}

@@ -1,0 +1,466 @@
+//! Layers of a repository, read through the host's cache.
+//!
+//! ```text
+//!   read ──► chunk here? ── yes: held ──► the cache's file, as any local file
+//!                │ no                          ▲
+//!                ▼                             │ written
+//!          who waits for it ──► thread: found in the file, or read from the repository ──► proved by its digest
+//! ```
+//!
+//! However many wait for a chunk, it is fetched once. A repository has threads of its own while there is something to fetch, so that one
+//! that hangs keeps none from the others. What a repository cannot give is asked for again until it comes, or nobody waits for it any more:
+//! whether and how long reads wait is [`OnMissing`]. Bytes that their digest does not prove are an error at once.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use vmstrata_repo::{Error as RepositoryError, ObjectReader, Repository};
+use vmstrata_store::{Fetch, FileId, FileIdentity, Hold, LocalFile, Segment, Store, slice, total_len};
+use vmstrata_types::HostOffset;
+
+use crate::cache::{Cache, Cached, Claimed, Failure, Settled, Waiter};
+use crate::digests::Digests;
+use crate::error::{Error, Result};
+use crate::head::{Object, ObjectId};
+
+/// Chunks of a repository that are fetched at a time.
+const THREADS_MAX: usize = 8;
+/// For how long a thread without work stays.
+const IDLE: Duration = Duration::from_secs(1);
+/// After which a repository that did not answer is asked again, at first and at most.
+const PAUSE_MIN: Duration = Duration::from_millis(10);
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// What becomes of a read of bytes that the cache lacks while the repository does not answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnMissing {
+    /// It waits.
+    Wait,
+    /// It waits for so long, and then fails.
+    Error(Duration),
+}
+
+/// See the module documentation.
+#[derive(Debug)]
+pub struct Remote {
+    cache: Arc<Cache>,
+    repository: Arc<dyn Repository>,
+    on_missing: OnMissing,
+    queue: Mutex<Queue>,
+    more: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    threads: usize,
+    idle: usize,
+    /// Since when the repository has not answered.
+    silent: Option<Instant>,
+}
+
+/// A chunk to be fetched.
+#[derive(Debug)]
+struct Job {
+    layer: Arc<Far>,
+    chunk: usize,
+}
+
+/// A layer of a repository, as a store whose bytes come when they are asked for.
+#[derive(Clone, Debug)]
+pub struct CachedLayer(Arc<Far>);
+
+struct Far {
+    remote: Arc<Remote>,
+    object: Object,
+    cached: Arc<Cached>,
+    file: Arc<dyn Store>,
+    /// Of the repository, from the first fetch until one fails.
+    reader: Mutex<Option<Arc<dyn ObjectReader>>>,
+}
+
+impl fmt::Debug for Far {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Far").field("object", &self.object).finish_non_exhaustive()
+    }
+}
+
+impl Remote {
+    /// The layers of a repository, by way of a cache.
+    pub fn new(cache: &Arc<Cache>, repository: Arc<dyn Repository>, on_missing: OnMissing) -> Arc<Self> {
+        let (cache, queue, more) = (Arc::clone(cache), Mutex::default(), Condvar::new());
+        Arc::new(Self { cache, repository, on_missing, queue, more })
+    }
+
+    /// A layer. The repository is not asked.
+    ///
+    /// # Errors
+    /// A cache that has no room for its file, or knows another layer of its id.
+    pub fn layer(self: &Arc<Self>, object: &Object) -> Result<CachedLayer> {
+        let cached = self.cache.layer(object)?;
+        let file = self.cache.file(&cached).map_err(|source| {
+            let path = self.cache.path();
+            Error::Cache { path, source }
+        })?;
+        let (remote, object, reader) = (Arc::clone(self), *object, Mutex::default());
+        Ok(CachedLayer(Arc::new(Far { remote, object, cached, file, reader })))
+    }
+
+    /// Since when the repository has not answered, if it was asked and does not.
+    pub fn silent_since(&self) -> Option<Instant> {
+        self.queue.lock().silent
+    }
+
+    /// A waiter, who waits as long as reads of this repository do.
+    fn waiter(&self, then: Box<dyn FnOnce(io::Result<()>) + Send>) -> Waiter {
+        let (until, text) = match self.on_missing {
+            OnMissing::Wait => (None, String::new()),
+            OnMissing::Error(time) => {
+                let text = format!("{}: no answer for {} s", self.repository.describe(), time.as_secs_f32());
+                (Some(Instant::now() + time), text)
+            }
+        };
+        Waiter { until, late: Failure::new(io::ErrorKind::TimedOut, text), then }
+    }
+
+    /// Has a thread fetch a chunk.
+    fn start(self: &Arc<Self>, job: Job) {
+        let mut queue = self.queue.lock();
+        queue.jobs.push_back(job);
+        if queue.idle >= queue.jobs.len() {
+            self.more.notify_one();
+        } else if queue.threads < THREADS_MAX {
+            queue.threads += 1;
+            let remote = Arc::clone(self);
+            if let Err(error) = thread::Builder::new().name("fetch".to_owned()).spawn(move || remote.work()) {
+                queue.threads -= 1;
+                // Without any thread, nobody would get to them.
+                let stranded =
+                    if queue.threads == 0 { std::mem::take(&mut queue.jobs) } else { VecDeque::new() };
+                drop(queue);
+                let failure = Failure::new(error.kind(), format!("no thread to fetch it: {error}"));
+                stranded.iter().for_each(|job| job.layer.cached.answer(job.chunk, Err(&failure)));
+            }
+        }
+    }
+
+    fn work(&self) {
+        let mut queue = self.queue.lock();
+        loop {
+            if let Some(job) = queue.jobs.pop_front() {
+                drop(queue);
+                job.run();
+                queue = self.queue.lock();
+                continue;
+            }
+            queue.idle += 1;
+            let is_over = self.more.wait_for(&mut queue, IDLE).timed_out();
+            queue.idle -= 1;
+            if is_over && queue.jobs.is_empty() {
+                queue.threads -= 1;
+                return;
+            }
+        }
+    }
+
+    /// Notes whether the repository answers, and says so when that changes.
+    fn note(&self, failure: Option<&Failure>) {
+        let mut queue = self.queue.lock();
+        match (failure, queue.silent) {
+            (Some(failure), None) => {
+                queue.silent = Some(Instant::now());
+                drop(queue);
+                tracing::warn!(error = %failure.text, "reads wait for what the cache lacks: it is asked for again");
+            }
+            (None, Some(since)) => {
+                queue.silent = None;
+                drop(queue);
+                let (repository, seconds) = (self.repository.describe(), since.elapsed().as_secs());
+                tracing::info!(repository, seconds, "what the cache lacks is read again");
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Job {
+    /// Fetches the chunk, until it is here or nobody waits for it any more.
+    fn run(self) {
+        let Self { layer, chunk } = self;
+        let (remote, cached) = (&layer.remote, &layer.cached);
+        let mut pause = PAUSE_MIN;
+        loop {
+            let fetched = layer.bring(chunk);
+            let failure = match &fetched {
+                Err(failure) if failure.kind != io::ErrorKind::InvalidData => Some(failure),
+                _ => None,
+            };
+            remote.note(failure);
+            if failure.is_none() {
+                return cached.answer(chunk, fetched.as_ref().copied());
+            }
+            if remote.cache.is_closed() {
+                return cached.answer(chunk, Err(&Failure::closed()));
+            }
+            if cached.is_given_up(chunk) {
+                return;
+            }
+            remote.cache.pause(pause);
+            pause = (2 * pause).min(PAUSE_MAX);
+        }
+    }
+}
+
+impl Far {
+    /// Brings a chunk here that nobody else brings.
+    ///
+    /// # Errors
+    /// `InvalidData` for other bytes than were shipped; else it may come later.
+    fn bring(&self, chunk: usize) -> Result<(), Failure> {
+        let cache = &self.remote.cache;
+        let claimed = cache.claim(&self.cached, chunk);
+        if claimed == Claimed::Here {
+            return Ok(());
+        }
+        let mut left = if claimed == Claimed::Found { Settled::Found } else { Settled::Missing };
+        let brought = self.bring_claimed(chunk, &mut left);
+        let settled = if brought.is_ok() { Settled::Here } else { left };
+        cache.settle(&self.cached, chunk, claimed, settled);
+        brought
+    }
+
+    /// Brings a chunk of whose place in the file `left` says what it has.
+    fn bring_claimed(&self, chunk: usize, left: &mut Settled) -> Result<(), Failure> {
+        let cache = &self.remote.cache;
+        let digests = self.cached.digests(|| self.load_digests())?;
+        let at = Cached::place_of(chunk);
+        let mut bytes = vec![0; self.cached.chunk_len(chunk) as usize];
+        let is_found = *left == Settled::Found && self.file.read_exact(&mut bytes, at).is_ok();
+        if is_found && digests.prove(chunk, &bytes) {
+            return Ok(());
+        }
+        self.read(at.get(), &mut bytes)?;
+        if !digests.prove(chunk, &bytes) {
+            return Err(self.other_bytes(&format!("{} at byte {at}", self.object.id.layer_name())));
+        }
+        cache.count_fetched();
+        *left = Settled::Found;
+        self.file.write_all(&bytes, at).map_err(|error| {
+            if error.kind() == io::ErrorKind::StorageFull {
+                cache.give_up_some();
+            }
+            Failure::new(error.kind(), format!("{}: {error}", cache.path().display()))
+        })
+    }
+
+    /// Reads from the repository.
+    fn read(&self, at: u64, into: &mut [u8]) -> Result<(), Failure> {
+        let reader = self.reader()?;
+        reader.read_at(at, into).map_err(|error| {
+            // The next one opens it anew: it may have been mounted again.
+            *self.reader.lock() = None;
+            failure(&error)
+        })
+    }
+
+    fn reader(&self) -> Result<Arc<dyn ObjectReader>, Failure> {
+        if let Some(reader) = &*self.reader.lock() {
+            return Ok(Arc::clone(reader));
+        }
+        let name = self.object.id.layer_name();
+        let reader: Arc<dyn ObjectReader> =
+            self.remote.repository.open(&name).map_err(|error| failure(&error))?.into();
+        if reader.len() != self.object.bytes {
+            return Err(self.other_bytes(&format!("{name}, which has another length,")));
+        }
+        *self.reader.lock() = Some(Arc::clone(&reader));
+        Ok(reader)
+    }
+
+    /// The digests that this host has kept, or else those of the repository.
+    fn load_digests(&self) -> Result<Digests, Failure> {
+        let (cache, id) = (&self.remote.cache, self.object.id);
+        let kept = cache.kept_digests(&self.object).ok();
+        if let Some(digests) = kept.and_then(|bytes| Digests::decode(&bytes, &self.object)) {
+            return Ok(digests);
+        }
+        let name = id.digests_name();
+        let list = self.remote.repository.open(&name).map_err(|error| failure(&error))?;
+        let refused = || self.other_bytes(name.as_str());
+        if list.len() != Digests::encoded_len(self.object.bytes) {
+            return Err(refused());
+        }
+        let mut bytes = vec![0; list.len() as usize];
+        list.read_at(0, &mut bytes).map_err(|error| failure(&error))?;
+        let digests = Digests::decode(&bytes, &self.object).ok_or_else(refused)?;
+        if let Err(error) = cache.keep_digests(id, &bytes) {
+            tracing::debug!(%name, %error, "the cache does not keep them: the repository is asked again");
+        }
+        Ok(digests)
+    }
+
+    fn other_bytes(&self, what: &str) -> Failure {
+        let repository = self.remote.repository.describe();
+        Failure::new(io::ErrorKind::InvalidData, format!("{repository}: {what} is not what was shipped"))
+    }
+}
+
+fn failure(error: &RepositoryError) -> Failure {
+    Failure::new(error.kind(), format!("{error}: {}", error.source))
+}
+
+impl CachedLayer {
+    /// Which layer it is.
+    pub fn id(&self) -> ObjectId {
+        self.0.object.id
+    }
+
+    /// Stands for the layer as a file's identity does: from its random id, as it never changes.
+    pub fn identity(&self) -> FileIdentity {
+        let id = self.id().to_u128();
+        // An inode of 0 would be a device.
+        let file = FileId { dev: (id >> 64) as u64, ino: id as u64 | 1 };
+        FileIdentity { file, len: self.0.object.bytes, mtime_ns: 0, ctime_ns: 0 }
+    }
+
+    /// Waits until a chunk is here.
+    fn wait(&self, chunk: usize) -> io::Result<()> {
+        let (tell, told) = std::sync::mpsc::channel();
+        let then = move |fetched| {
+            // The receiver waits below.
+            let _ = tell.send(fetched);
+        };
+        Fetch::fetch(self, Cached::place_of(chunk), 1, Box::new(then));
+        told.recv().expect("who waits is answered")
+    }
+
+    /// Reads what of a chunk `into` is for, and waits for it if it is elsewhere.
+    fn read(&self, chunk: usize, into: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
+        let Far { cached, remote, file, .. } = &*self.0;
+        let mut is_again = false;
+        loop {
+            let Some(hold) = cached.hold(chunk..chunk + 1) else {
+                self.wait(chunk)?;
+                continue;
+            };
+            let read = file.read_segments(into, at);
+            drop(hold);
+            let error = match read {
+                Ok(read) if read == total_len(into) => return Ok(()),
+                Ok(_) => io::ErrorKind::UnexpectedEof.into(),
+                Err(error) => error,
+            };
+            if is_again {
+                return Err(error);
+            }
+            // The host has lost it: the repository has it still.
+            is_again = true;
+            tracing::warn!(layer = %self.id(), %error, "the cache cannot read a chunk back: it is fetched again");
+            remote.cache.lose(cached, chunk);
+        }
+    }
+}
+
+fn read_only() -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, "a layer of a repository is only read")
+}
+
+impl Store for CachedLayer {
+    fn read_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<usize> {
+        let left = usize::try_from(self.0.object.bytes.saturating_sub(at.get())).unwrap_or(usize::MAX);
+        let len = total_len(segments).min(left);
+        for chunk in self.0.cached.chunks_of(at, len as u64) {
+            let start = Cached::place_of(chunk).max(at);
+            let end = Cached::place_of(chunk + 1).get().min(at.get() + len as u64);
+            let part = slice(segments, (start.get() - at.get()) as usize, (end - start.get()) as usize);
+            self.read(chunk, &part, start)?;
+        }
+        Ok(len)
+    }
+
+    fn write_segments(&self, _: &[Segment<'_>], _: HostOffset) -> io::Result<()> {
+        Err(read_only())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn punch_hole(&self, _: HostOffset, _: u64) -> io::Result<()> {
+        Err(read_only())
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.0.object.bytes)
+    }
+
+    fn set_len(&self, _: u64) -> io::Result<()> {
+        Err(read_only())
+    }
+
+    fn fetch(&self) -> Option<&dyn Fetch> {
+        Some(self)
+    }
+}
+
+impl Fetch for CachedLayer {
+    #[inline]
+    fn hold(&self, at: HostOffset, len: u64) -> Option<Hold> {
+        let cached = &self.0.cached;
+        cached.hold(cached.chunks_of(at, len))
+    }
+
+    fn fetch(&self, at: HostOffset, len: u64, then: Box<dyn FnOnce(io::Result<()>) + Send>) {
+        let Far { cached, remote, .. } = &*self.0;
+        let absent: Vec<usize> = cached.chunks_of(at, len).filter(|&chunk| !cached.is_here(chunk)).collect();
+        if absent.is_empty() {
+            return then(Ok(()));
+        }
+        if remote.cache.is_closed() {
+            return then(Err(Failure::closed().error()));
+        }
+        let all = Arc::new(Mutex::new((absent.len(), Ok(()), Some(then))));
+        for chunk in absent {
+            let all = Arc::clone(&all);
+            let waiter = remote.waiter(Box::new(move |fetched| came(&all, fetched)));
+            let until = waiter.until;
+            let is_first = cached.wait(chunk, waiter);
+            if remote.cache.is_closed() {
+                // It may have been closed before this one waited.
+                cached.answer(chunk, Err(&Failure::closed()));
+            } else if is_first {
+                remote.start(Job { layer: Arc::clone(&self.0), chunk });
+            }
+            if let Some(until) = until {
+                remote.cache.expire_at(until);
+            }
+        }
+    }
+
+    fn file(&self) -> &dyn LocalFile {
+        self.0.file.local().expect("the cache's files are local")
+    }
+}
+
+/// Who is told when the last of several chunks has come, and what.
+type All = Mutex<(usize, io::Result<()>, Option<Box<dyn FnOnce(io::Result<()>) + Send>>)>;
+
+/// One of several chunks has come, or cannot be had.
+fn came(all: &All, fetched: io::Result<()>) {
+    let mut all_now = all.lock();
+    let (left, result, then) = &mut *all_now;
+    *left -= 1;
+    if result.is_ok() {
+        *result = fetched;
+    }
+    if *left == 0 {
+        let (result, then) = (std::mem::replace(result, Ok(())), then.take());
+        drop(all_now);
+        then.expect("the last comes once")(result);
+    }
+}
