@@ -301,7 +301,7 @@ impl IoQueue {
         self.send_job(slot, request, true);
     }
 
-    /// Has a worker do what it can of a request, for which some bytes cannot be had.
+    /// Has a worker carry a request out, and wait itself for what is not here.
     #[cold]
     fn send_whatever_is_absent(&mut self, slot: u32) {
         let request = self.slots[slot as usize].request.clone().expect("a slot in use has a request");

@@ -2,14 +2,15 @@
 //!
 //! ```text
 //!   read ──► all its pieces here? ── yes: held ──► view, ring
-//!                    │ no                           ▲
-//!                    ▼                              │ the last piece has come
-//!               a fetch of each piece ──────────────┘
+//!                    │ no
+//!                    ▼
+//!               a fetch of each piece ──► the last has come: worker
 //! ```
 //!
 //! The read waits in its slot, outside the disk's epochs: no thread and no lock is held, other requests pass it, and layers may
-//! change meanwhile. When the last piece has come it starts anew. Requests of all kinds that need a worker do the same: it looks for
-//! what is absent before it carries them out.
+//! change meanwhile. Requests of all kinds that need a worker do the same: it looks for what is absent before it carries them out. When
+//! the last piece has come, a worker carries the request out. Pieces may have gone again; it waits for each on its own, as where there is
+//! no room for all of them at a time, they would never be here together.
 
 use std::sync::Arc;
 
@@ -69,6 +70,8 @@ impl IoQueue {
         let slot = &mut self.slots[number as usize];
         let request = slot.request.as_ref().expect("a slot in use has a request");
         match fetched {
+            Ok(()) if !request.is_long() => self.send_whatever_is_absent(number),
+            // There may be more to wait for.
             Ok(()) => {
                 self.begun = slot.begun;
                 let request = slot.request.take().expect("looked at above");
