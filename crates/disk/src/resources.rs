@@ -84,7 +84,7 @@ impl Resources {
         Self::with_opener(options, Arc::new(LocalFiles))
     }
 
-    /// The same, with files that are opened by `opener`.
+    /// As [`Resources::start_with`], where no caller can handle an error.
     ///
     /// # Panics
     /// As [`Resources::new`].
@@ -92,7 +92,11 @@ impl Resources {
         Self::start_with(options, opener).expect("the host can start threads")
     }
 
-    fn start_with(options: ResourceOptions, opener: Arc<dyn Opener>) -> Result<Arc<Self>> {
+    /// As [`Resources::start`], with files that are opened by `opener`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn start_with(options: ResourceOptions, opener: Arc<dyn Opener>) -> Result<Arc<Self>> {
         Ok(Arc::new(Self {
             owners: Owners::new(Arc::new(PageCache::new(options.metadata_cache_bytes)?)),
             files: Arc::new(FileTable::new(opener, options.max_open_files)),
