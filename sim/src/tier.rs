@@ -253,6 +253,11 @@ impl Book {
             if layer.below != below {
                 fail(&format!("{name} stands on {:?}, not on {below:?}", layer.below));
             }
+            // Of a layer of one chunk, the digest is that of the whole.
+            let name = object.id.digests_name();
+            if self.objects.get(name.as_str()).is_none_or(|list| list[..] != *object.blake3.as_bytes()) {
+                fail(&format!("{name} of epoch {} is not there, or not right", epoch.number));
+            }
             layer.apply(&mut state);
             below = Some(object.id);
         }
@@ -263,8 +268,8 @@ impl Book {
         let keep_ns = KEEP.as_nanos() as u64;
         let is_kept = |entry: &&Entry| entry.superseded_ns.is_none_or(|then| then + keep_ns > time_ns);
         let number = HeadNumber::of(name);
-        let names =
-            |epoch: &Epoch| epoch.objects.iter().any(|object| object.id.layer_name().as_str() == name);
+        let layer = ObjectId::of(name);
+        let names = |epoch: &Epoch| epoch.objects.iter().any(|object| Some(object.id) == layer);
         if let Some(entry) = self
             .log
             .iter()
