@@ -430,6 +430,10 @@ impl Cache {
             let mut at = HostOffset::ZERO;
             while at.get() < layer.len {
                 let (is_data, end) = file.extent(at)?;
+                if end <= at {
+                    // Somebody cuts it off.
+                    break;
+                }
                 if is_data {
                     for chunk in layer.chunks_of(at, end.get() - at.get()) {
                         if layer.state(chunk) == State::MISSING {

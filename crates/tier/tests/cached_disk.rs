@@ -3,6 +3,7 @@
 #[path = "../../disk/tests/common/mod.rs"]
 mod common;
 
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::{fs, io};
@@ -214,6 +215,41 @@ fn a_cache_file_that_fails_costs_a_fetch_and_no_read() {
         plan.clear();
         assert_reads(&disk, &model, "after faults");
     });
+}
+
+#[test]
+fn bytes_that_the_repository_changed_reach_no_guest() {
+    let mut random = random("changed", 0);
+    let world = World::new(&mut random);
+    let name = world.objects[3].id.layer_name();
+    let file =
+        fs::File::options().read(true).write(true).open(world.remote.path().join(name.as_str())).unwrap();
+    let (mut byte, last) = ([0], world.objects[3].bytes - 1);
+    file.read_exact_at(&mut byte, last).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], last).unwrap();
+    let cache = world.cache(u64::MAX, None);
+    let disk = world.open(&world.disk(), Arc::new(world.files(&cache)));
+    let mut client = Client::new(&disk, 64);
+    (0..SIZE).step_by(CLUSTER as usize).for_each(|at| _ = client.push(Op::Read, at, CLUSTER, None));
+    let mut told = Vec::new();
+    for done in client.drain() {
+        let at = done.token * CLUSTER;
+        match done.result {
+            Ok(()) => assert_same(&done.bytes, &world.content[at as usize..][..CLUSTER as usize], at, "read"),
+            Err(error) => told.push(error.to_string()),
+        }
+    }
+    assert!(!told.is_empty(), "some clusters lie there");
+    for told in told {
+        let parts = [
+            name.as_str(),
+            "layer 3: ",
+            "at byte 0x",
+            path_str(world.remote.path()),
+            "is not what was shipped",
+        ];
+        assert!(parts.iter().all(|part| told.contains(part)), "{told}");
+    }
 }
 
 #[test]
