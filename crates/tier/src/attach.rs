@@ -3,9 +3,9 @@
 //! Nothing is copied: the image gets a second name, in the repository, and is read once for its digest. Its first name leads to it
 //! until an overlay takes its place.
 
-use std::fs::{self, File, Permissions};
+use std::fs::{self, Permissions};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::Path;
 use std::sync::Arc;
 

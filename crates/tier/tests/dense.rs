@@ -15,7 +15,7 @@ use rand::{Rng as _, SeedableRng as _};
 use tempfile::TempDir;
 use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
 use vmstrata_repo::{DirectoryRepository, Repository as _};
-use vmstrata_tier::{Merge, Object, ObjectId, is_object_name, ship_merged, ship_state};
+use vmstrata_tier::{Merge, Object, ObjectId, adopt, is_object_name, ship, ship_merged, ship_state};
 
 /// Local layers, base first, and the repository to which they are shipped.
 struct Fixture {
