@@ -145,7 +145,7 @@ impl World {
         let inner = DirectoryRepository::open(remote.path(), is_object_name).unwrap();
         let mut bytes = vec![0; LEN];
         random("layer", 0).fill(&mut bytes[..]);
-        let object = ship(&inner, |shipment| shipment.put(&bytes)).unwrap();
+        let object = ship(&inner, 0, |shipment| shipment.put(&bytes)).unwrap();
         let (mood, changed, asked, reads) = (Mutex::new(Mood::Answers), Condvar::new(), 0.into(), 0.into());
         let link = Arc::new(Link { mood, changed, asked, reads });
         let repository = Arc::new(Far { inner, link: Arc::clone(&link) });
