@@ -38,6 +38,8 @@ const SERVERS: usize = 2;
 /// Hosts, processes of each, steps of a process, and calls before one dies, at most.
 const HOSTS_MAX: u64 = 3;
 const PROCESSES_MAX: u64 = 4;
+/// How often a reader pauses, at least: before one call of so many.
+const READER_PAUSES_ONE_IN: u64 = 8;
 const STEPS_MAX: u64 = 16;
 const CALLS_MAX: u64 = 200;
 /// Blocks of the disk.
@@ -524,9 +526,13 @@ impl Scene {
     fn live(&self, host: Host, random: &Random) {
         let mut owner = OwnerId::draw();
         let is_reader = host.0 > 1 && random.one_in(2);
+        // What a reader pins is deleted only if it pauses while it makes the pin.
+        let pauses_one_in =
+            if is_reader { self.pauses_one_in.min(READER_PAUSES_ONE_IN) } else { self.pauses_one_in };
+        let scene = Self { pauses_one_in, ..self.clone() };
         for number in 0..1 + random.below(PROCESSES_MAX) as u32 {
             let calls = if random.one_in(2) { u64::from(u32::MAX) } else { 1 + random.below(CALLS_MAX) };
-            let process = self.process(host, number, calls, owner, Random::new(random.next()));
+            let process = scene.process(host, number, calls, owner, Random::new(random.next()));
             match if is_reader { process.visit() } else { process.run() } {
                 Ok(()) | Err(End::Died) => {}
                 // Its copy of the disk is another one from now on.
