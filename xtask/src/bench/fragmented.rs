@@ -207,9 +207,9 @@ fn random(options: &Options, fresh: &Path, scattered: &Scattered, report: &mut R
             );
             let mib = resident as f64 / f64::from(1 << 20);
             report.add(Row::median(&memory, "MiB", &[mib]).at_most(32.0 + BUDGET_MIB));
-            report.add(Row::median(&name(""), "IOPS", &rates[0]));
-            report.add(Row::median("the same of a fresh disk", "IOPS", &rates[1]));
         }
+        report.add(Row::median(&name(&format!(", {what}")), "IOPS", &rates[0]));
+        report.add(Row::median("the same of a fresh disk", "IOPS", &rates[1]));
         let ratio = name(&format!(" / 1 layer: {what}"));
         report.add(Row::median(&ratio, "", &ratios(&rates[0], &rates[1])).at_least(bound));
     }
