@@ -58,7 +58,7 @@ pub use verify::{IndexVerdict, VerifiedFile, verify};
 pub(crate) use write::extend;
 
 use crate::entry::{MapEntry, Mapping};
-use crate::error::Result;
+use crate::error::{IoContext as _, Result};
 use crate::layer::{Layer, Tables};
 use crate::levels::{Level, MapPage, Units, Words};
 use crate::names::sidecar_of;
@@ -179,7 +179,7 @@ impl Index {
     /// The words of a leaf, as the tables of the layers up to the full index would make them, but for words of layers that a
     /// shorter layer above hides anyway. Past the last leaf all is a hole.
     ///
-    /// `read` reads a page of a layer's own file, or of the sidecar that it is given.
+    /// `read` reads a page of a layer's own file; sidecars are opened here.
     ///
     /// # Errors
     /// A page that cannot be read or is damaged, a missing fine leaf. The caller then makes the words from the tables. Ask for a fine
@@ -187,7 +187,7 @@ impl Index {
     fn read_leaf(
         &self,
         leaf: MapPage,
-        read: impl FnOnce(LayerIndex, Option<&dyn Store>, HostOffset, &mut Page) -> Result<()>,
+        mut read: impl FnMut(LayerIndex, HostOffset, &mut Page) -> Result<()>,
     ) -> Result<Words> {
         let pointer = self.tree(leaf.level).get(leaf.number);
         if pointer.is_hole() {
@@ -198,11 +198,13 @@ impl Index {
         }
         let mut page: Box<Page> = Box::new([0; PAGE_LEN]);
         let layer = pointer.layer();
-        let sidecar = match self.layers[layer.index()].home {
-            Home::Sidecar => Some(self.sidecar(layer)?),
-            Home::File | Home::None => None,
-        };
-        read(layer, sidecar.as_deref(), pointer.at(), &mut page)?;
+        match self.layers[layer.index()].home {
+            Home::Sidecar => {
+                let store = self.sidecar(layer)?;
+                store.read_exact(&mut page[..], pointer.at()).while_trying("read the index")?;
+            }
+            Home::File | Home::None => read(layer, pointer.at(), &mut page)?,
+        }
         self.decode(pointer, leaf.level, &page).map_err(|error| crate::Error::from(error).in_layer(layer))
     }
 
@@ -214,7 +216,7 @@ impl Index {
         &self,
         number: u64,
         unit: ClusterBits,
-        mut read: impl FnMut(LayerIndex, Option<&dyn Store>, HostOffset, &mut Page) -> Result<()>,
+        mut read: impl FnMut(LayerIndex, HostOffset, &mut Page) -> Result<()>,
     ) -> Result<Words> {
         let words = self.units().words(unit, number, |leaf| self.read_leaf(leaf, &mut read))?;
         Ok(self.with_deltas(number, unit, words))

@@ -27,14 +27,12 @@ mod fresh;
 mod pages;
 mod replaced;
 
-use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-use vmstrata_qcow2::index::Page;
-use vmstrata_store::{Store, on_threads};
+use vmstrata_store::on_threads;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset, LayerIndex};
 
 use crate::cache::{Owner, PAGE_BYTES, PAGE_SHIFT, PAGE_WORDS, PageCache, PageKey};
@@ -410,45 +408,11 @@ impl FrozenMap {
         self.index.is_some()
     }
 
-    /// Makes a page, if all that it is made of is in memory, and returns its word at `slot`.
-    ///
-    /// The first writes after a snapshot all come here at once, and so does what is read of a map that is larger than its
-    /// budget: none of it should wait for a worker, nor be put off.
-    #[cold]
-    fn word_made_now(&self, page: MapPage, slot: usize) -> Option<u64> {
-        let key = self.pages.key(page);
-        let _filling = self.filling.try_lock()?;
-        if !self.cache.contains(key) {
-            let words = match (&self.fresh, &self.index) {
-                (Some(fresh), _) => self.fresh_page_now(fresh, page)?,
-                (None, _) => self.indexed_page_now(self.index()?, page)?,
-            };
-            self.cache.fill(key, &words);
-        }
-        self.cache.get(key, slot)
-    }
-
-    /// As [`FrozenMap::indexed_page`], where the host has its pages in memory.
-    fn indexed_page_now(&self, index: &Index, page: MapPage) -> Option<Words> {
-        let absent = || Error::io("read the index now", io::ErrorKind::WouldBlock.into());
-        let read = |layer: LayerIndex, sidecar: Option<&dyn Store>, at, page: &mut Page| {
-            let open = self.layer(layer).open_file();
-            let store = sidecar.or(open.as_deref().map(|store| &**store)).ok_or_else(absent)?;
-            store.local().is_some_and(|file| file.read_now(page, at)).then_some(()).ok_or_else(absent)
-        };
-        index.read_page(page.number, self.units.of(page.level), read).ok()
-    }
-
     /// A page of the index on disk; where that does not hold, what the tables say.
     fn indexed_page(&self, index: &Index, page: MapPage, scratch: &mut Scratch) -> Result<Words> {
-        let read = index.read_page(page.number, self.units.of(page.level), |layer, sidecar, at, page| {
-            let mut read = |store: &dyn Store| {
-                store.read_exact(page, at).while_trying("read the index").map_err(|error| error.at(at))
-            };
-            match sidecar {
-                Some(sidecar) => read(sidecar),
-                None => read(&**self.files.store(self.layer(layer))?),
-            }
+        let read = index.read_page(page.number, self.units.of(page.level), |layer, at, page| {
+            let store = self.files.store(self.layer(layer))?;
+            store.read_exact(page, at).while_trying("read the index").map_err(|error| error.at(at))
         });
         let mut words = match read {
             Ok(words) => words,

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vmstrata_qcow2::index::Home;
-use vmstrata_store::{Gate, Store};
+use vmstrata_store::Gate;
 
 use super::load::{Found, load};
 use super::looks::Looks;
@@ -289,15 +289,15 @@ impl IndexBuilder {
                 if tree.get(number).is_hole() {
                     return None;
                 }
-                let read = index.read_leaf(MapPage { level, number }, |layer, sidecar, at, page| {
-                    let mut read =
-                        |store: &dyn Store| store.read_exact(page, at).while_trying("read the index");
-                    let link = &self.chain.links[layer.index()];
-                    match sidecar {
-                        Some(sidecar) => read(sidecar),
-                        None if layer == index.layer() => read(&*top.opened.store),
-                        None => read(&*self.chain.open(link, Role::Inspected)?.opened.store),
-                    }
+                let read = index.read_leaf(MapPage { level, number }, |layer, at, page| {
+                    let elsewhere;
+                    let store = if layer == index.layer() {
+                        &top.opened.store
+                    } else {
+                        elsewhere = self.chain.open(&self.chain.links[layer.index()], Role::Inspected)?;
+                        &elsewhere.opened.store
+                    };
+                    store.read_exact(&mut page[..], at).while_trying("read the index")
                 });
                 read.err()
             })

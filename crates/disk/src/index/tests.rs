@@ -1,13 +1,12 @@
 use std::path::Path;
 
-use vmstrata_store::{Segment, Store};
+use vmstrata_store::Segment;
 use vmstrata_types::GuestOffset;
 
 use super::leaves::Merger;
 use super::*;
 use crate::chain::open_layer;
 use crate::create::{CreateOptions, create};
-use crate::error::IoContext as _;
 use crate::layer::Format;
 use crate::opener::LocalFiles;
 use crate::{Disk, OpenOptions, ResourceOptions, Resources};
@@ -79,13 +78,10 @@ impl Kit {
     }
 
     fn page(&self, index: &Index, number: u64, unit: ClusterBits) -> [u64; LEAF_WORDS] {
-        let read = |layer: LayerIndex, sidecar: Option<&dyn Store>, at, page: &mut Page| {
-            let mut read = |store: &dyn Store| store.read_exact(page, at).while_trying("read");
+        let read = |layer: LayerIndex, at: HostOffset, page: &mut Page| {
             let path = &index.layers()[layer.index()].path;
-            match sidecar {
-                Some(sidecar) => read(sidecar),
-                None => read(&*self.opener.open(path, Role::Inspected, &self.gate)?.store),
-            }
+            let opened = self.opener.open(path, Role::Inspected, &self.gate)?;
+            opened.store.read_exact(&mut page[..], at).while_trying("read")
         };
         index.read_page(number, unit, read).unwrap()
     }
@@ -199,7 +195,7 @@ fn a_split_word_without_a_fine_leaf_is_an_error() {
     let split = MapEntry::split(LayerIndex::BASE);
     assert!(index.check_word(Level::First, split).is_ok() && index.check_word(Level::Second, split).is_err());
     index.fine = Tree::new(index.fine.leaves());
-    let error = index.read_page(0, index.units().finest(), |_, _, at, page| {
+    let error = index.read_page(0, index.units().finest(), |_, at, page| {
         let opened = kit.opener.open(&path, Role::Inspected, &kit.gate)?;
         opened.store.read_exact(page, at).while_trying("read")
     });

@@ -9,7 +9,6 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::index::{Home, LEAF_WORDS, LayerRecord, MAX_LEAVES, Stamp};
-use vmstrata_store::Store;
 use vmstrata_types::ClusterBits;
 
 use super::build::{IndexOptions, Links};
@@ -195,14 +194,10 @@ impl Verifier<'_> {
                 continue;
             }
             let read = |page: MapPage| {
-                let read = index.read_leaf(page, |layer, sidecar, at, page| {
-                    let mut read =
-                        |store: &dyn Store| store.read_exact(page, at).while_trying("read the index");
+                let read = index.read_leaf(page, |layer, at, page| {
                     let link = &self.chain.links[layer.index()];
-                    match sidecar {
-                        Some(sidecar) => read(sidecar),
-                        None => read(&*self.chain.open(link, Role::Inspected)?.opened.store),
-                    }
+                    let top = self.chain.open(link, Role::Inspected)?;
+                    top.opened.store.read_exact(&mut page[..], at).while_trying("read the index")
                 });
                 read.map_err(|error| (page.level, error))
             };

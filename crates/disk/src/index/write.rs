@@ -14,7 +14,7 @@ use vmstrata_qcow2::index::{
     BackingFormat, ChainId, Home, LEAF_WORDS, LayerRecord, MAX_LEAVES, PAGE_LEN, Page, PagePointer,
     RecordBacking, RecordTables, Root, Stamp, pack,
 };
-use vmstrata_store::{Gate, Store};
+use vmstrata_store::Gate;
 use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 
 use super::delta::{Delta, adds_delta};
@@ -332,13 +332,10 @@ impl<'a> Writer<'a> {
     }
 
     fn read_old(&self, index: &Index, number: u64, unit: ClusterBits) -> Result<Words> {
-        index.read_page(number, unit, |layer, sidecar, at, page| {
-            let mut read = |store: &dyn Store| store.read_exact(page, at).while_trying("read the index");
+        index.read_page(number, unit, |layer, at, page| {
             let path = &self.layers[layer.index()].path;
-            match sidecar {
-                Some(sidecar) => read(sidecar),
-                None => read(&*self.opener.open(path, Role::Inspected, self.gate)?.store),
-            }
+            let opened = self.opener.open(path, Role::Inspected, self.gate)?;
+            opened.store.read_exact(&mut page[..], at).while_trying("read the index")
         })
     }
 

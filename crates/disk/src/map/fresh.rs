@@ -137,8 +137,22 @@ impl FrozenMap {
         Ok(words)
     }
 
+    /// Makes a page, if all that it is made of is in memory, and returns its word at `slot`.
+    ///
+    /// The first writes after a snapshot all come here at once: none of them should wait for a worker, nor be put off.
+    #[cold]
+    pub(super) fn word_made_now(&self, page: MapPage, slot: usize) -> Option<u64> {
+        let fresh = self.fresh.as_ref()?;
+        let key = self.pages.key(page);
+        let _filling = self.filling.try_lock()?;
+        if !self.cache.contains(key) {
+            self.cache.fill(key, &self.fresh_page_now(fresh, page)?);
+        }
+        self.cache.get(key, slot)
+    }
+
     /// As [`FrozenMap::fresh_page`], from memory alone.
-    pub(super) fn fresh_page_now(&self, fresh: &Fresh, page: MapPage) -> Option<Words> {
+    fn fresh_page_now(&self, fresh: &Fresh, page: MapPage) -> Option<Words> {
         let below = self.words_below(fresh, page, |below, page| {
             let mut words = [0; PAGE_WORDS];
             below.cache.copy(below.pages.key(page), &mut words).then_some(words).ok_or(())
