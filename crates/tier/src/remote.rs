@@ -20,7 +20,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use vmstrata_repo::{Error as RepositoryError, ObjectReader, Repository};
-use vmstrata_store::{Fetch, FileId, FileIdentity, Hold, LocalFile, Segment, Store, slice, total_len};
+use vmstrata_store::{
+    Fetch, FileId, FileIdentity, Hold, LocalFile, Segment, Store, copy_from_slice, slice, total_len,
+};
 use vmstrata_types::HostOffset;
 
 use crate::cache::{Cache, Cached, Claimed, Failure, Settled, Waiter};
@@ -244,11 +246,7 @@ impl Far {
         if is_found && digests.prove(chunk, &bytes) {
             return Ok(());
         }
-        self.read(at.get(), &mut bytes)?;
-        if !digests.prove(chunk, &bytes) {
-            return Err(self.other_bytes(&format!("{} at byte {at}", self.object.id.layer_name())));
-        }
-        cache.count_fetched();
+        self.fetch(chunk, &digests, &mut bytes)?;
         *left = Settled::Found;
         self.file.write_all(&bytes, at).map_err(|error| {
             if error.kind() == io::ErrorKind::StorageFull {
@@ -256,6 +254,27 @@ impl Far {
             }
             Failure::new(error.kind(), format!("{}: {error}", cache.path().display()))
         })
+    }
+
+    /// Reads a chunk from the repository, and proves it.
+    fn fetch(&self, chunk: usize, digests: &Digests, into: &mut [u8]) -> Result<(), Failure> {
+        let at = Cached::place_of(chunk);
+        self.read(at.get(), into)?;
+        if !digests.prove(chunk, into) {
+            return Err(self.other_bytes(&format!("{} at byte {at}", self.object.id.layer_name())));
+        }
+        self.remote.cache.count_fetched();
+        Ok(())
+    }
+
+    /// Reads a part of a chunk from the repository, past the cache's file.
+    fn read_past(&self, chunk: usize, into: &[Segment<'_>], at: HostOffset) -> Result<(), Failure> {
+        let digests = self.cached.digests(|| self.load_digests())?;
+        let mut bytes = vec![0; self.cached.chunk_len(chunk) as usize];
+        self.fetch(chunk, &digests, &mut bytes)?;
+        let from = (at.get() - Cached::place_of(chunk).get()) as usize;
+        copy_from_slice(into, &bytes[from..from + total_len(into)]);
+        Ok(())
     }
 
     /// Reads from the repository.
@@ -356,7 +375,8 @@ impl CachedLayer {
                 Err(error) => error,
             };
             if is_again {
-                return Err(error);
+                // The cache's device may be failing.
+                return self.0.read_past(chunk, into, at).map_err(|failure| failure.error());
             }
             // The host has lost it: the repository has it still.
             is_again = true;

@@ -444,6 +444,21 @@ fn a_host_that_cannot_keep_chunks_delays_reads_and_changes_none() {
     }
 }
 
+#[test]
+fn a_cache_whose_files_cannot_be_read_is_read_past() {
+    let world = World::new();
+    let plan = FaultPlan::new();
+    let cache = {
+        let plan = Arc::clone(&plan);
+        let wrap = move |file| Arc::new(FaultStore::new(file, &plan, StoreId(0))) as Arc<dyn Store>;
+        Cache::open_with(&world.dir(), u64::MAX, wrap).unwrap()
+    };
+    let layer = world.layer(&cache, OnMissing::Wait);
+    let (kind, effect) = (Some(OperationKind::Read), Effect::Fail(libc::EIO));
+    plan.add(Fault { kind, store: None, when: When::From(0), effect });
+    world.check(&layer);
+}
+
 const ORDERS: &str = "VMSTRATA_TEST_CHILD";
 
 /// The child: reads through a cache that is too small until it is killed.
