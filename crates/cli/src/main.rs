@@ -46,7 +46,7 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vmstrata: error: {}", output::visible_lines(&vmstrata_server::told(error.as_ref())));
+            eprintln!("vmstrata: error: {}", output::visible_lines(&vmstrata_types::told(error.as_ref())));
             ExitCode::FAILURE
         }
     }
@@ -104,8 +104,8 @@ mod tests {
     fn a_cause_is_told_once() {
         let cause = || io::Error::from(io::ErrorKind::NotFound);
         let told = anyhow::Error::new(cause()).context(format!("cannot open a.qcow2: {}", cause()));
-        assert_eq!(vmstrata_server::told(told.as_ref()), "cannot open a.qcow2: entity not found");
+        assert_eq!(vmstrata_types::told(told.as_ref()), "cannot open a.qcow2: entity not found");
         let untold = anyhow::Error::new(cause()).context("cannot open a.qcow2");
-        assert_eq!(vmstrata_server::told(untold.as_ref()), "cannot open a.qcow2: entity not found");
+        assert_eq!(vmstrata_types::told(untold.as_ref()), "cannot open a.qcow2: entity not found");
     }
 }

@@ -18,9 +18,9 @@ use rustix::fs::OFlags;
 use tokio::sync::broadcast;
 use vmstrata_api::{Change, ChangedBy, Event, Outcome};
 use vmstrata_disk::snapshot::now_ns;
-use vmstrata_types::time;
+use vmstrata_types::{time, told};
 
-use crate::error::{Error, told};
+use crate::error::Error;
 
 /// Where changes are told.
 #[derive(Clone, Debug)]

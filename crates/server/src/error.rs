@@ -307,20 +307,6 @@ impl AsRef<dyn std::error::Error> for Error {
     }
 }
 
-/// The error and its causes, leaving out a cause whose words the error above it has already.
-pub fn told(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut told = error.to_string();
-    let mut cause = error.source();
-    while let Some(next) = cause {
-        let words = next.to_string();
-        if !told.contains(&words) {
-            told = format!("{told}: {words}");
-        }
-        cause = next.source();
-    }
-    told
-}
-
 /// A disk that could not be closed clean.
 #[derive(Debug, thiserror::Error)]
 #[error("disk '{name}' could not be closed clean: {source}")]

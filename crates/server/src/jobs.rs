@@ -25,7 +25,8 @@ use vmstrata_job::{Change, Job, State, Work};
 pub(crate) use self::index_build::{INDEX_BUILD, IndexBuild};
 pub(crate) use self::merging::{DEFAULT_LIMIT, FLATTEN, MERGE, Merging, SNAPSHOT_DELETE};
 use crate::audit::{Audit, What};
-use crate::error::{Error, told};
+use crate::error::Error;
+use vmstrata_types::told;
 
 /// Jobs under way at one time.
 const JOBS_MAX: usize = 64;

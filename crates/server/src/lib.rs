@@ -43,7 +43,7 @@ pub mod spec;
 pub use agent::{AgentFault, thaw_guard};
 pub use audit::{Audit, What};
 pub use control::{is_managers, openapi};
-pub use error::{Error, NotClean, RuntimeDirFault, SocketFault, told};
+pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
 pub use host::{Host, merge_options};
 pub use options::{ControlPlace, Limits, LogFormat, Options, TlsFiles};
 pub use preflight::preflight;

@@ -16,10 +16,10 @@ use vmstrata_api::{DiskStatus, ExportStatus, ServerStatus};
 use vmstrata_export::nbd::{self, Address};
 use vmstrata_export::{SocketAccess, vhost_user};
 use vmstrata_store::FileId;
-use vmstrata_types::path_from_text;
+use vmstrata_types::{path_from_text, told};
 
 use crate::audit::Audit;
-use crate::error::{Error, told};
+use crate::error::Error;
 use crate::host;
 use crate::options::Options;
 use crate::spec::{ExportSpec, NbdSpec};

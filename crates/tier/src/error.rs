@@ -168,18 +168,4 @@ impl Error {
     pub(crate) fn of_file<'a>(path: &'a Path, action: &'static str) -> impl FnOnce(io::Error) -> Self + 'a {
         move |source| Self::File { path: path.to_owned(), action, source }
     }
-
-    /// The error and its causes, leaving out a cause whose words the error above it has already.
-    pub(crate) fn told(&self) -> String {
-        let mut told = self.to_string();
-        let mut cause = std::error::Error::source(self);
-        while let Some(next) = cause {
-            let words = next.to_string();
-            if !told.contains(&words) {
-                told = format!("{told}: {words}");
-            }
-            cause = next.source();
-        }
-        told
-    }
 }

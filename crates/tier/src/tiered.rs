@@ -28,8 +28,7 @@ use vmstrata_disk::merge::{Merge, MergeOptions, Selection};
 use vmstrata_disk::snapshot::{self, SnapshotInfo, now_ns};
 use vmstrata_disk::stats::Kind;
 use vmstrata_disk::{CreateOptions, Disk, Format, OpenOptions, Resources, create};
-use vmstrata_repo::Repository;
-use vmstrata_types::ClusterBits;
+use vmstrata_types::{ClusterBits, told};
 
 use crate::attach::{attach, check_image, point_at, seal};
 use crate::dense::ship_state;
@@ -267,7 +266,7 @@ impl Tiered {
             }
         };
         let claim = if base.is_some() { Claim::Resume } else { Claim::First };
-        let mut publisher = Publisher::claim(repository.clone(), owner, claim)?;
+        let mut publisher = Publisher::claim(repository, owner, claim)?;
         match base {
             None => make_copy(&mut copy, place, &mut publisher, open, resources)?,
             Some(base) => {
@@ -302,7 +301,6 @@ impl Tiered {
             open,
             resources: resources.clone(),
             disk: disk.clone(),
-            repository,
             publisher,
             _copy: copy,
         };
@@ -431,7 +429,6 @@ struct Engine {
     open: OpenOptions,
     resources: Arc<Resources>,
     disk: Arc<Disk>,
-    repository: Arc<dyn Repository>,
     publisher: Publisher,
     /// The disk's bytes, and what guests had written, when it was last cut.
     size: u64,
@@ -537,7 +534,7 @@ impl Engine {
         let points = is_asked || self.pointed.1.elapsed() >= POINT_EVERY;
         let pointed = if points { self.point() } else { Ok(()) };
         if let Err(error) = pointed.and_then(|()| self.merge_published()) {
-            tracing::warn!(disk = %self.place.path.display(), "published, and not tidied up: {}", error.told());
+            tracing::warn!(disk = %self.place.path.display(), "published, and not tidied up: {}", told(&error));
         }
     }
 
@@ -555,7 +552,7 @@ impl Engine {
             self.shared.changed.notify_all();
             return true;
         };
-        let why = error.told();
+        let why = told(&error);
         let is_fenced = matches!(error, Error::Fenced { .. });
         if is_fenced {
             self.disk.refuse_writes(&why);
@@ -602,10 +599,16 @@ impl Engine {
             None => {
                 let mut objects = self.publisher.head().epoch.objects.clone();
                 if objects.len() == OBJECTS_MAX {
-                    return Err(Error::TooManyLayers { repository: self.repository.describe() });
+                    return Err(Error::TooManyLayers { repository: self.publisher.repository().describe() });
                 }
                 let below = objects.last().map(|object| object.id);
-                objects.push(ship_state(&*self.repository, &cut.layer, below, &self.open, &self.resources)?);
+                objects.push(ship_state(
+                    self.publisher.repository(),
+                    &cut.layer,
+                    below,
+                    &self.open,
+                    &self.resources,
+                )?);
                 Epoch { number: cut.number, time_ns: cut.time_ns, size: cut.size, objects }
             }
         };

@@ -8,9 +8,9 @@ use vmstrata_disk::snapshot::SnapshotFault;
 use vmstrata_disk::{ErrorKind, ResizeFault};
 use vmstrata_export::{nbd, vhost_user};
 use vmstrata_store::FileError;
-use vmstrata_types::path_to_text;
+use vmstrata_types::{path_to_text, told};
 
-use crate::error::{Error, told};
+use crate::error::Error;
 use crate::spec::SpecError;
 
 /// A request that was not carried out.

@@ -48,7 +48,7 @@ pub(super) fn quiesce(
     match freeze_all(disks, patience, guards) {
         Ok(frozen) => Ok(Quiesced { frozen, is_quiesced: Some(true), why_not: None }),
         Err(error) if how == Quiesce::Auto => {
-            let why_not = crate::error::told(&error);
+            let why_not = vmstrata_types::told(&error);
             tracing::warn!("a snapshot is taken without quiescing: {why_not}");
             Ok(Quiesced { frozen: Vec::new(), is_quiesced: Some(false), why_not: Some(why_not) })
         }

@@ -18,10 +18,11 @@ use vmstrata_disk::Format;
 
 use super::exports::State;
 use super::{Host, Phase, Table};
-use crate::error::{Error, told};
+use crate::error::Error;
 use crate::options::Options;
 use crate::saved::{SavedFile, SavedState};
 use crate::spec::{DiskSpec, ExportSpec};
+use vmstrata_types::told;
 
 /// The time before the first new try.
 const DELAY_MIN: Duration = Duration::from_secs(1);
