@@ -13,9 +13,8 @@
 //!
 //! Invariants:
 //! - A chunk that is here was proved by its digest in this process.
-//! - A read holds a layer's token from before it looks at chunks to its end. A chunk that is given up is taken out of the table first,
-//!   then the token is replaced, and the chunk's bytes go when nothing holds the old one. Nobody waits for that: the budget is
-//!   exceeded meanwhile.
+//! - A read holds a layer's token from before it looks at chunks to its end. Eviction takes a chunk out of the table, replaces the token, and
+//!   frees the chunk's bytes once no read holds the old token. It does not wait for that: the budget is exceeded meanwhile.
 //! - A layer gives up no more chunks before those are gone: who holds an older token needs no newer one.
 //! - One process uses the directory at a time.
 //!
@@ -23,7 +22,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::fs::{DirBuilder, File, TryLockError};
+use std::fs::{DirBuilder, File};
 use std::io::{self, Read as _, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::DirBuilderExt as _;
@@ -41,6 +40,7 @@ use vmstrata_types::HostOffset;
 use crate::digests::{CHUNK, Digests};
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
+use crate::place::lock_within;
 
 /// The least budget that serves any request: one of 1,024 pieces needs as many chunks at a time.
 pub const CACHE_BYTES_MIN: u64 = 1024 * CHUNK;
@@ -52,7 +52,6 @@ const SPARE: u64 = 64;
 const FEW: u64 = 8 * CHUNK;
 /// For how long to try to lock the directory: a process that ends lets go of it late.
 const PATIENCE: Duration = Duration::from_secs(5);
-const PAUSE: Duration = Duration::from_millis(20);
 const LOCK: &str = "lock";
 const CHUNKS_SUFFIX: &str = ".chunks";
 const PRIVATE: u32 = 0o600;
@@ -273,7 +272,7 @@ impl Cached {
         Ok(loaded)
     }
 
-    /// Has somebody wait for a chunk; true if nobody did, so that it has to be fetched.
+    /// Adds a waiter for a chunk; true for the first one, whose caller has the chunk fetched.
     pub(crate) fn wait(&self, chunk: usize, waiter: Waiter) -> bool {
         let mut waiting = self.waiting.lock();
         let is_first = !waiting.contains_key(&chunk);
@@ -712,16 +711,10 @@ impl Cache {
 /// Locks the directory for this process.
 fn lock(dir: &Directory) -> io::Result<File> {
     let file = dir.place(LOCK).open_or_create(PRIVATE)?;
-    let began = Instant::now();
-    loop {
-        match file.try_lock() {
-            Ok(()) => return Ok(file),
-            Err(TryLockError::WouldBlock) if began.elapsed() < PATIENCE => thread::sleep(PAUSE),
-            Err(TryLockError::WouldBlock) => {
-                return Err(io::Error::new(io::ErrorKind::ResourceBusy, "another process uses it"));
-            }
-            Err(TryLockError::Error(error)) => return Err(error),
-        }
+    if lock_within(&file, PATIENCE)? {
+        Ok(file)
+    } else {
+        Err(io::Error::new(io::ErrorKind::ResourceBusy, "another process uses it"))
     }
 }
 

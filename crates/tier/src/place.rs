@@ -145,16 +145,8 @@ impl Copy {
         make_private(&place.local).map_err(failed("make the directory"))?;
         let lock = File::options().create(true).truncate(false).write(true).open(place.local.join("lock"));
         let lock = lock.map_err(failed("lock the copy"))?;
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            match lock.try_lock() {
-                Ok(()) => break,
-                Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(2));
-                }
-                Err(TryLockError::WouldBlock) => return Err(Error::Held { copy: place.local.clone() }),
-                Err(TryLockError::Error(error)) => return Err(failed("lock the copy")(error)),
-            }
+        if !lock_within(&lock, PATIENCE).map_err(failed("lock the copy"))? {
+            return Err(Error::Held { copy: place.local.clone() });
         }
         Ok(Self { record: read(place)?, place: place.clone(), _lock: lock })
     }
@@ -187,6 +179,21 @@ impl Copy {
         let failed = |action| Error::of_file(&place.local, action);
         fs::rename(&place.local, &aside).map_err(failed("put the copy aside"))?;
         Ok((aside, Self::hold(&place)?))
+    }
+}
+
+/// Locks a file for this process, waiting for one that ends and lets go of it late. Whether that could be done.
+pub(crate) fn lock_within(file: &File, patience: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(true),
+            Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            Err(TryLockError::WouldBlock) => return Ok(false),
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
     }
 }
 
