@@ -176,7 +176,7 @@ fn a_frozen_layer_that_changes_while_its_file_is_closed_fails_the_disk() {
     let top = maker.layers(40);
     let resources = Resources::new(ResourceOptions { max_open_files: 1, ..ResourceOptions::default() });
     let disk = Disk::open(&top, &OpenOptions::default(), &resources).unwrap();
-    // Opens the only file that may be open: which one is after the threads that made the map, nobody knows.
+    // One file may be open. Opening leaves any of them open; this read, that of layer 31.
     read(&disk, 31 * CLUSTER, 512).unwrap();
     let victim = maker.path(30);
     let mut bytes = std::fs::read(&victim).unwrap();

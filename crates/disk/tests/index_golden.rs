@@ -53,6 +53,15 @@ fn assert_good(top: &Path, indices: usize) {
     assert_eq!(verdicts, vec!["good"; indices]);
 }
 
+/// Takes a snapshot of a disk; the layer that it froze.
+fn snapshot_of(disk: &Path) -> PathBuf {
+    let disk = open(disk);
+    let taken =
+        disk.snapshot(&SnapshotInfo { name: "now".into(), ..SnapshotInfo::default() }).expect("taken");
+    disk.close().expect("closes");
+    taken.layer
+}
+
 #[test]
 fn indices_of_each_version_are_read() {
     if let Some(to) = std::env::var_os("VMSTRATA_WRITE_GOLDEN") {
@@ -68,11 +77,8 @@ fn indices_of_each_version_are_read() {
 #[test]
 fn an_index_on_top_of_version_1_takes_its_pages() {
     let dir = copies("v1", &V1);
-    let disk = open(&dir.path().join("3"));
-    let taken =
-        disk.snapshot(&SnapshotInfo { name: "now".into(), ..SnapshotInfo::default() }).expect("taken");
-    disk.close().expect("closes");
-    let (root, _) = root_of(&taken.layer);
+    let frozen = snapshot_of(&dir.path().join("3"));
+    let (root, _) = root_of(&frozen);
     assert_eq!((root.layer.get(), root.unit, root.fine_unit), (3, ClusterBits::MIN, ClusterBits::MIN));
     assert_eq!((root.full.get(), root.deltas.len()), (2, 1), "a delta record stands on it");
     // Of an empty layer: a page of the table and the one above it, and the root.
@@ -83,11 +89,8 @@ fn an_index_on_top_of_version_1_takes_its_pages() {
 #[test]
 fn an_index_on_top_of_version_2_takes_its_delta_records() {
     let dir = copies("v2", &V2);
-    let disk = open(&dir.path().join("2"));
-    let taken =
-        disk.snapshot(&SnapshotInfo { name: "now".into(), ..SnapshotInfo::default() }).expect("taken");
-    disk.close().expect("closes");
-    let ((below, _), (root, _)) = (root_of(&dir.path().join("1")), root_of(&taken.layer));
+    let frozen = snapshot_of(&dir.path().join("2"));
+    let ((below, _), (root, _)) = (root_of(&dir.path().join("1")), root_of(&frozen));
     assert_eq!((root.unit, root.fine_unit, root.full.get()), (SPLIT, ClusterBits::MIN, 0));
     assert_eq!((below.deltas.len(), below.deltas[0].runs, root.deltas.len()), (1, 1, 2));
     assert_eq!((root.deltas[0], root.map, root.fine), (below.deltas[0], below.map, below.fine));

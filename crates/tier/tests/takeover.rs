@@ -17,7 +17,8 @@ use common::stock::path_str;
 use common::{for_seeds, random, scratch, wait_until};
 use rand::Rng as _;
 use tier_support::{block, host, image, newest_of, place, published, sync, take_over, writes_of};
-use vmstrata_tier::{Head, HeadNumber, repository_of};
+use vmstrata_disk::Disk;
+use vmstrata_tier::{Head, HeadNumber, Tiered, repository_of};
 
 const ORDERS: &str = "VMSTRATA_TEST_CHILD";
 
@@ -65,6 +66,18 @@ fn killed(local: &Path, seed: u64) {
     child.wait().unwrap();
 }
 
+/// A disk has all writes that the child reported as published, and none but the first ones; and it publishes more.
+fn assert_goes_on(disk: &Disk, tiered: &Tiered, path: &Path, local: &Path) {
+    let published_writes = || writes_of(&published(&newest_of(path), path));
+    let (count, told) = (published_writes(), reported(local));
+    assert!(count >= *told.last().unwrap(), "{count} writes, of {told:?}");
+    for number in count + 1..=count + 100 {
+        write(disk, place(number), &block(number)).unwrap();
+    }
+    sync(tiered).unwrap();
+    assert_eq!(published_writes(), count + 100);
+}
+
 #[test]
 fn a_take_over_after_a_kill_gets_the_last_published_state() {
     for_seeds(3, |seed| {
@@ -73,15 +86,7 @@ fn a_take_over_after_a_kill_gets_the_last_published_state() {
         killed(local.path(), seed);
         take_over(&path, other.path()).unwrap();
         let (disk, tiered) = host(&path, other.path()).unwrap();
-        let count = writes_of(&published(&newest_of(&path), &path));
-        let told = reported(local.path());
-        assert!(count >= *told.last().unwrap(), "{count} writes, of {told:?}");
-        // And goes on from there.
-        for number in count + 1..=count + 100 {
-            write(&disk, place(number), &block(number)).unwrap();
-        }
-        sync(&tiered).unwrap();
-        assert_eq!(writes_of(&published(&newest_of(&path), &path)), count + 100);
+        assert_goes_on(&disk, &tiered, &path, local.path());
     });
 }
 
@@ -105,14 +110,7 @@ fn a_restart_after_a_kill_publishes_each_epoch_once_and_in_order() {
         killed(local.path(), seed);
         let (disk, tiered) = host(&path, &local.path().join("tier")).unwrap();
         sync(&tiered).unwrap();
-        let count = writes_of(&published(&newest_of(&path), &path));
-        let told = reported(local.path());
-        assert!(count >= *told.last().unwrap(), "{count} writes, of {told:?}");
-        for number in count + 1..=count + 100 {
-            write(&disk, place(number), &block(number)).unwrap();
-        }
-        sync(&tiered).unwrap();
-        assert_eq!(writes_of(&published(&newest_of(&path), &path)), count + 100);
+        assert_goes_on(&disk, &tiered, &path, local.path());
         for pair in heads(&path).windows(2) {
             let [before, after] = [&pair[0], &pair[1]];
             let layers = before.epoch.objects.len();

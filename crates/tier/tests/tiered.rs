@@ -7,6 +7,7 @@ mod tier_support;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use common::flat::{read, write};
@@ -16,11 +17,26 @@ use tier_support::{
     SIZE, block, host, host_with, image, newest_of, place, published, soon, sync, take_over, writes_of,
 };
 use vmstrata_disk::Disk;
-use vmstrata_tier::{Error, Place, TierState, repository_of};
+use vmstrata_tier::{Error, Place, TierState, Tiered, repository_of};
 
 /// The guest's writes from one number to another.
 fn writes(disk: &Disk, numbers: std::ops::RangeInclusive<u64>) {
     numbers.for_each(|number| write(disk, place(number), &block(number)).unwrap());
+}
+
+/// Ends the host of a disk.
+fn end(disk: Arc<Disk>, tiered: &Tiered) {
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+}
+
+/// A served disk of which writes 1 to 10 are published and 11 to 20 are not.
+fn half_published(path: &Path, tier: &Path) -> (Arc<Disk>, Tiered) {
+    let (disk, tiered) = host(path, tier).unwrap();
+    writes(&disk, 1..=10);
+    sync(&tiered).unwrap();
+    writes(&disk, 11..=20);
+    (disk, tiered)
 }
 
 /// How many writes the newest head has.
@@ -78,10 +94,7 @@ fn a_write_is_published_when_it_is_as_old_as_the_window() {
 fn a_disk_goes_to_another_host_with_what_is_published() {
     let (nas, tier, other) = (scratch(), scratch(), scratch());
     let path = image(nas.path());
-    let (disk, tiered) = host(&path, tier.path()).unwrap();
-    writes(&disk, 1..=10);
-    sync(&tiered).unwrap();
-    writes(&disk, 11..=20);
+    let (disk, tiered) = half_published(&path, tier.path());
     assert!(tiered.stop(soon()));
     assert!(sync(&tiered).unwrap_err().to_string().contains("closed"));
     disk.close().unwrap();
@@ -122,9 +135,7 @@ fn a_restart_publishes_what_was_cut_before_it() {
     writes(&disk, 11..=50);
     sync(&tiered).unwrap_err();
     writes(&disk, 51..=60);
-    assert!(tiered.stop(soon()));
-    disk.close().unwrap();
-    drop(disk);
+    end(disk, &tiered);
     fs::rename(&away, &repository).unwrap();
     let (_disk, tiered) = host(&path, tier.path()).unwrap();
     wait_until("what was cut", || tiered.status().epoch == first.next());
@@ -137,10 +148,7 @@ fn a_restart_publishes_what_was_cut_before_it() {
 fn a_host_that_was_taken_over_refuses_writes_and_keeps_its_own() {
     let (nas, tier, other) = (scratch(), scratch(), scratch());
     let path = image(nas.path());
-    let (disk, tiered) = host(&path, tier.path()).unwrap();
-    writes(&disk, 1..=10);
-    sync(&tiered).unwrap();
-    writes(&disk, 11..=20);
+    let (disk, tiered) = half_published(&path, tier.path());
     take_over(&path, other.path()).unwrap();
     let told = sync(&tiered).unwrap_err().to_string();
     assert!(told.contains(&newest_of(&path).owner.to_string()), "{told}");
@@ -185,16 +193,12 @@ fn a_copy_that_lacks_what_it_published_is_refused() {
         assert!(copied.success());
     };
     let (disk, tiered) = host(&path, tier.path()).unwrap();
-    assert!(tiered.stop(soon()));
-    disk.close().unwrap();
-    drop(disk);
+    end(disk, &tiered);
     copy(&local, &restored);
     let (disk, tiered) = host(&path, tier.path()).unwrap();
     writes(&disk, 1..=10);
     sync(&tiered).unwrap();
-    assert!(tiered.stop(soon()));
-    disk.close().unwrap();
-    drop(disk);
+    end(disk, &tiered);
     fs::remove_dir_all(&local).unwrap();
     copy(&restored, &local);
     assert!(matches!(host(&path, tier.path()).unwrap_err(), Error::OldCopy { .. }));
@@ -209,9 +213,7 @@ fn a_claim_that_was_interrupted_is_made_again() {
     let (nas, tier) = (scratch(), scratch());
     let path = image(nas.path());
     let (disk, tiered) = host(&path, tier.path()).unwrap();
-    assert!(tiered.stop(soon()));
-    disk.close().unwrap();
-    drop(disk);
+    end(disk, &tiered);
     // As a process that was killed leaves it before the copy has a layer.
     let place = Place::of(&path, tier.path()).unwrap();
     fs::remove_file(place.disk()).unwrap();
@@ -235,9 +237,7 @@ fn published_epochs_do_not_pile_up_on_the_host() {
         assert!(disk.layer_count() <= 10, "{} layers after {epoch}", disk.layer_count());
     }
     assert_eq!(published_writes(&path), 300);
-    assert!(tiered.stop(soon()));
-    disk.close().unwrap();
-    drop(disk);
+    end(disk, &tiered);
     let (disk, _tiered) = host(&path, tier.path()).unwrap();
     (1..=300).for_each(|number| assert_eq!(read(&disk, place(number), 4096).unwrap(), block(number)));
 }
@@ -265,9 +265,7 @@ fn another_image_at_the_path_of_a_tiered_disk_stays() {
     image(nas.path());
     writes(&disk, 1..=10);
     sync(&tiered).unwrap();
-    assert!(tiered.stop(soon()));
-    disk.close().unwrap();
-    drop(disk);
+    end(disk, &tiered);
     assert_eq!(content(&path, "qcow2"), vec![0; SIZE as usize]);
     assert!(matches!(host(&path, tier.path()).unwrap_err(), Error::Foreign { .. }));
     fs::remove_file(&path).unwrap();
@@ -306,9 +304,7 @@ fn an_attachment_that_was_interrupted_is_completed() {
     let path = image(nas.path());
     let (disk, tiered) = host(&path, tier.path()).unwrap();
     let first = repository_of(&path).join(newest_of(&path).epoch.objects[0].id.layer_name().as_str());
-    assert!(tiered.stop(soon()));
-    disk.close().unwrap();
-    drop(disk);
+    end(disk, &tiered);
     // As a process that was killed leaves it before the path leads to the repository.
     fs::remove_file(&path).unwrap();
     fs::hard_link(&first, &path).unwrap();
