@@ -44,9 +44,7 @@ fn why_not(head: &LayerHead) -> Option<String> {
     };
     if let Some(name) = &head.backing_name {
         let name = name.to_string_lossy();
-        return Some(format!(
-            "it stands on {name}, and its repository must have all of it: flatten it first"
-        ));
+        return Some(format!("its backing file {name} is not in the repository: flatten the image first"));
     }
     if header.incompatible.contains(Incompatible::EXTERNAL_DATA) {
         return Some(
@@ -68,11 +66,11 @@ pub(crate) fn attach(
 ) -> Result<(Epoch, Arc<Disk>)> {
     let path = &place.path;
     check_image(path)?;
-    // Images that stand on it would read every epoch.
+    // Without `force`: an image that has this one as its backing file would read each new epoch.
     let open = OpenOptions { format: Some(Format::Qcow2), read_only: false, force: false, ..open.clone() };
     // Takes up the journal of a killed writer.
     Disk::open(path, &open, resources)?.close()?;
-    // Nobody writes it from here on.
+    // Keeps out other writers.
     let held = Disk::open(path, &OpenOptions { read_only: true, ..open }, resources)?;
     let (id, in_file) = (ObjectId::draw(), |action| Error::of_file(path, action));
     fs::hard_link(path, place.repository.join(id.layer_name().as_str()))

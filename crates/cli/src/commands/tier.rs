@@ -117,7 +117,7 @@ fn take_over(args: &TakeoverArgs) -> Result<()> {
         Ok(Published { branch: branch.as_deref().map(path_to_text), ..Published::of(&place.path, &head) })
     })?;
     answer(args.json, &taken, || {
-        let aside = taken.branch.iter().map(|branch| format!("this host's copy of before is {branch}\n"));
+        let aside = taken.branch.iter().map(|branch| format!("this host's earlier copy is now {branch}\n"));
         let (path, tier) = (path_to_text(&args.disk), path_to_text(&args.tier));
         let next = format!("serve it: vmstrata serve --disk path={path},tier={tier} ...\n");
         format!("taken over: {}{}{next}", taken.text(), aside.collect::<String>())

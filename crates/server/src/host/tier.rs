@@ -68,7 +68,7 @@ impl Host {
         Ok(tier_status(&self.tier(name)?.sync(Instant::now() + SYNC_PATIENCE)?))
     }
 
-    /// Publishes all of a disk that nobody uses any more, and ends what does so.
+    /// Publishes the rest of a disk without users, then stops publishing it.
     ///
     /// # Errors
     /// What could not be published, and stays on this host.
