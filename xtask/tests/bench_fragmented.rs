@@ -10,6 +10,6 @@ fn small_fragmented_disks_are_measured_checked_and_removed() {
         Options { size: 8 << 20, large: 64 << 20, layers: [2, 3], ..Options::quick(dir.path().to_owned()) };
     let report = fragmented::run(&options).unwrap();
     assert!(report.rows.iter().all(|row| row.value.is_finite() && row.value > 0.0), "{:?}", report.rows);
-    assert_eq!(report.rows.len(), 11);
+    assert_eq!(report.rows.len(), 13);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "files are left");
 }
