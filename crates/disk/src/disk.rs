@@ -8,6 +8,7 @@ mod finalize;
 mod index;
 mod merge;
 mod open;
+mod rebase;
 mod resize;
 mod snapshot;
 mod state;

@@ -498,3 +498,53 @@ fn the_freed_bytes_of_a_disk_in_use_leave_out_what_the_guest_writes() {
         history.states.remove(0);
     }
 }
+
+/// A disk under load comes to stand on another chain below one of its layers, then on a third.
+#[test]
+fn a_disk_in_use_moves_to_chains_that_read_the_same() {
+    for_seeds(4, |seed| {
+        let dir = scratch();
+        let mut random = random("rebase", seed);
+        let mut history = History::new(disk_in(dir.path(), "cluster_size=64k"));
+        for _ in 0..6 {
+            (0..8).for_each(|_| history.change(&mut random));
+            history.snapshot();
+        }
+        let other = |layer: usize| dir.path().join(format!("below-{layer}.qcow2"));
+        for (layer, cluster) in [(3, "128k"), (4, "64k")] {
+            let (lowest, model) = history.states[layer].clone();
+            let below = other(layer);
+            let from = path_str(&history.states[layer - 1].0).to_owned();
+            let options = format!("cluster_size={cluster}");
+            qemu_img(&["convert", "-q", "-O", "qcow2", "-o", &options, &from, path_str(&below)]);
+            (0..4).for_each(|_| history.change(&mut random));
+            history.disk.rebase(&lowest, &below).unwrap();
+            (0..4).for_each(|_| history.change(&mut random));
+            assert_reads(&history.disk, &history.model, "after it");
+            assert_clean(&lowest);
+            assert_same(&content(&lowest, "qcow2"), &model, 0, "the lowest layer");
+            history.snapshot();
+        }
+        let (disk, path, model) = (history.disk.clone(), history.path.clone(), history.model.clone());
+        let paths: Vec<PathBuf> = disk.layers().iter().map(|layer| layer.path.clone()).collect();
+        assert_eq!(paths[0], other(4));
+        drop(history);
+        disk.close().unwrap();
+        drop(disk);
+        assert_clean(&path);
+        assert_same(&content(&path, "qcow2"), &model, 0, "by stock tools");
+        assert_reads(&open(&path), &model, "opened again");
+    });
+}
+
+#[test]
+fn the_layer_that_takes_writes_and_the_lowest_are_not_rebased() {
+    let dir = scratch();
+    let mut history = History::new(disk_in(dir.path(), "cluster_size=64k"));
+    history.snapshot();
+    let lowest = history.states[0].0.clone();
+    for layer in [&lowest, &history.path, &dir.path().join("other.qcow2")] {
+        history.disk.rebase(layer, &lowest).unwrap_err();
+    }
+    history.check("as before");
+}

@@ -35,10 +35,11 @@ use std::sync::Arc;
 
 use vmstrata_qcow2::Header;
 use vmstrata_store::{FileId, Gate, OpenStore};
-use vmstrata_types::{GuestOffset, GuestRange};
+use vmstrata_types::{GuestOffset, GuestRange, LayerIndex};
 
 use super::state::Changing;
 use super::{Disk, Indexing};
+use crate::active::Active;
 use crate::chain::{OpenOptions, Top as OpenTop, read_head};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::{Layer, Tables, TablesLock};
@@ -49,7 +50,7 @@ use crate::merging::commit::{self, OpenDropped};
 use crate::merging::direction::Asked;
 use crate::merging::holes::Holes;
 use crate::merging::plan::{below_of, map_up_to};
-use crate::merging::relink::Relink;
+use crate::merging::relink::{Below, Relink};
 use crate::merging::remove::refuse_overlooked;
 use crate::merging::room::Room;
 use crate::merging::stream::{After, Progress};
@@ -67,7 +68,7 @@ const MEASURED: u64 = 64 << 20;
 #[derive(Debug)]
 pub(crate) struct Running {
     pub(crate) disk: Arc<Disk>,
-    range: MergeRange,
+    pub(super) range: MergeRange,
     /// Frozen layers that are written.
     claimed: Vec<FileId>,
     indexing: Option<Indexing>,
@@ -132,18 +133,10 @@ impl Running {
         range: MergeRange,
         options: &MergeOptions,
     ) -> Result<(Self, Vec<ChainFile>, Copier)> {
-        if disk.state.set_merging(true) {
-            return Err(Error::from(MergeFault::Busy).in_file(&disk.path));
-        }
-        let mut running = Self { disk: Arc::clone(disk), range, claimed: Vec::new(), indexing: None };
-        // What the last snapshot left to do is done then: from there on the frozen layers' files say what is in them.
-        let changing = disk.change();
-        disk.check_changeable()?;
-        disk.sweep_merged();
-        let chain = chain_files(&disk.path, &disk.options(), &**disk.resources.files().opener())?;
-        interrupted::sweep(&disk.path, chain[chain.len() - 1].file, |_| {})?;
-        drop(changing);
-        range.check(&chain, options).map_err(|fault| Error::from(fault).in_file(&disk.path))?;
+        let (mut running, chain) = Self::enter(disk, |chain| {
+            range.check(chain, options)?;
+            Ok(range)
+        })?;
         let users = Users::standing_on(&chain[range.first.index()..], &disk.path, &disk.options());
         refuse_overlooked(&chain, range, options, &users)
             .map_err(|fault| Error::from(fault).in_file(&disk.path))?;
@@ -154,6 +147,29 @@ impl Running {
             None => running.let_grow(&chain, &users)?,
         };
         Ok((running, chain, copier))
+    }
+
+    /// Has all that is left to do with the disk's layers done, and no other merge begin.
+    pub(super) fn enter(
+        disk: &Arc<Disk>,
+        range: impl FnOnce(&[ChainFile]) -> std::result::Result<MergeRange, MergeFault>,
+    ) -> Result<(Self, Vec<ChainFile>)> {
+        let in_disk = |fault| Error::from(fault).in_file(&disk.path);
+        if disk.state.set_merging(true) {
+            return Err(in_disk(MergeFault::Busy));
+        }
+        let nothing = MergeRange { first: LayerIndex::BASE, last: LayerIndex::BASE };
+        let mut running =
+            Self { disk: Arc::clone(disk), range: nothing, claimed: Vec::new(), indexing: None };
+        // What the last snapshot left to do is done then: from there on the frozen layers' files say what is in them.
+        let changing = disk.change();
+        disk.check_changeable()?;
+        disk.sweep_merged();
+        let chain = chain_files(&disk.path, &disk.options(), &**disk.resources.files().opener())?;
+        interrupted::sweep(&disk.path, chain[chain.len() - 1].file, |_| {})?;
+        drop(changing);
+        running.range = range(&chain).map_err(in_disk)?;
+        Ok((running, chain))
     }
 
     /// The layers of now, which go on being those while the guard is held.
@@ -374,24 +390,35 @@ impl Running {
 
     /// Begins to copy into a frozen layer.
     pub(super) fn let_grow(&mut self, chain: &[ChainFile], users: &Users) -> Result<Copier> {
-        let after = self.after(chain)?;
+        let (after, below) = (self.after(chain)?, below_of(chain, self.range)?);
+        let (top, target, layers, relink) = self.grow(chain, users, below.as_ref())?;
+        Copier::of_frozen(Arc::clone(&target), layers, after, relink)
+            .inspect_err(|_| target::give_back(&top, &target))
+    }
+
+    /// Lets a frozen layer grow, which is to stand on `below`.
+    pub(super) fn grow(
+        &mut self,
+        chain: &[ChainFile],
+        users: &Users,
+        below: Option<&Below>,
+    ) -> Result<(OpenTop, Arc<Active>, Layers, Relink)> {
         let (disk, index) = (Arc::clone(&self.disk), self.range.target());
         let (link, resources) = (&chain[index.index()], &disk.resources);
         self.claim(link)?;
         // Before it is open a second time, which hides the locks of others.
         self.refuse_users(chain, users)?;
-        let below = map_up_to(&disk.path, chain, self.range.last.index(), &disk.options(), resources)?;
+        let beneath = map_up_to(&disk.path, chain, self.range.last.index(), &disk.options(), resources)?;
         let top = link.open(Role::CopiedInto, &**resources.files().opener())?;
         let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
-        let relink = Relink::plan(&*top.opened.store, header, below_of(chain, self.range)?.as_ref())
+        let relink = Relink::plan(&*top.opened.store, header, below)
             .map_err(|error| error.in_layer(index).in_file(&link.path))?;
         let lock = self.put_growing(chain, &top, header)?;
         let active = target::open(&top, index, Some(lock), resources)?;
         // A disk that is opened from here on looks at the file, and finds it locked.
         self.refuse_users(chain, users).inspect_err(|_| target::give_back(&top, &active))?;
-        let layers = Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), Some(below), resources);
-        Copier::of_frozen(Arc::clone(&active), layers, after, relink)
-            .inspect_err(|_| target::give_back(&top, &active))
+        let layers = Layers::new(header.size, Top::Qcow2(Arc::clone(&active)), Some(beneath), resources);
+        Ok((top, active, layers, relink))
     }
 
     /// Lets requests know that the target grows; returns what they lock to read its tables.
@@ -525,16 +552,16 @@ impl Running {
         loop {
             let before = self.finalized_layers()?;
             let old = before.frozen.as_ref().ok_or(MergeFault::LayersChanged)?;
-            let (first, above) = (self.range.first.index(), self.range.target().index() + 1);
+            let above = self.range.target().index() + 1;
             let is_there = |layer: &Arc<Layer>| layer.identity.file == target.identity.file;
             if !old.layers().nth(target.index.index()).is_some_and(is_there) {
                 return Err(Error::from(MergeFault::LayersChanged).in_file(&disk.path));
             }
-            let kept = old.layers().take(first).cloned();
-            let shorter = kept.chain([Arc::clone(&layer)]).chain(old.layers().skip(above).cloned()).collect();
-            let index = copier.after.as_ref().and_then(|map| map.index().cloned());
             let below = copier.after.as_deref();
-            let map = disk.resources.share_map_by(shorter, index, |map| map.take_over(old, below, first))?;
+            let kept = below.into_iter().flat_map(FrozenMap::layers).cloned();
+            let shorter = kept.chain([Arc::clone(&layer)]).chain(old.layers().skip(above).cloned()).collect();
+            let index = below.and_then(|map| map.index().cloned());
+            let map = disk.resources.share_map_by(shorter, index, |map| map.take_over(old, below))?;
             let _changing = disk.change();
             disk.check_changeable()?;
             if Arc::ptr_eq(&before, &disk.layers_now()) {

@@ -24,21 +24,23 @@ impl FrozenMap {
     }
 
     /// Makes the pages that `old` has in memory: who asks for them next should not have to wait. This is the map of its
-    /// chain without the layers that were merged into the one at `target` here; `below` is the map of those under that.
+    /// chain with others below the target, or without those that were merged into it; `below` is the map of these.
     ///
     /// What the layers above the target say is in the old pages, under higher numbers, and what those below it say in the
-    /// pages of `below`: only the target's own tables are read, however long the chain.
+    /// pages of `below`: only the target's own tables are read, however long the chain. Where there are more below than before, all
+    /// pages are made anew.
     ///
     /// # Errors
     /// Tables that cannot be read.
-    pub(crate) fn take_over(&self, old: &Self, below: Option<&Self>, target: usize) -> Result<()> {
+    pub(crate) fn take_over(&self, old: &Self, below: Option<&Self>) -> Result<()> {
         let is_told =
             |below: &Self| self.units.levels().all(|level| below.units.answer_for(self.units.of(level)));
-        if old.units != self.units || !below.is_none_or(is_told) {
+        let dropped = old.layers.len().checked_sub(self.layers.len());
+        let Some(dropped) = dropped.filter(|_| old.units == self.units && below.is_none_or(is_told)) else {
             // Its pages are of other places.
             return if self.has_index() { Ok(()) } else { self.build() };
-        }
-        let dropped = (old.layers.len() - self.layers.len()) as u16;
+        };
+        let (target, lowered) = (below.map_or(0, |below| below.layers.len()), dropped as u16);
         let (mut scratch, mut words) = (Scratch::default(), [0; PAGE_WORDS]);
         for level in self.units.levels() {
             for number in 0..self.units.pages(level, self.size.min(old.size)) {
@@ -50,9 +52,9 @@ impl FrozenMap {
                 let beneath = below.map_or(Ok([0; PAGE_WORDS]), |below| self.words_of(below, page))?;
                 for (unit, word) in words.iter_mut().enumerate() {
                     let entry = MapEntry::from_word(*word);
-                    let is_above = entry.layer().index() > target + usize::from(dropped);
+                    let is_above = entry.layer().index() > target + dropped;
                     *word = if is_above {
-                        entry.lowered(dropped).word()
+                        entry.lowered(lowered).word()
                     } else {
                         merged[unit].max(beneath[unit])
                     };

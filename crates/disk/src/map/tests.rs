@@ -229,7 +229,7 @@ proptest! {
         };
         let below = (first > 0).then(|| map_of(layers[..first].to_vec()));
         let new = map_of([&layers[..first], &layers[target..]].concat());
-        new.take_over(&old, below.as_ref(), first).unwrap();
+        new.take_over(&old, below.as_ref()).unwrap();
         let are_there = |level| (0..new.units.pages(level, new.size)).map(move |number| MapPage { level, number });
         let mut words = [0; PAGE_WORDS];
         let is_told = |below: &FrozenMap| {

@@ -159,13 +159,23 @@ pub(crate) fn map_up_to(
         return resources.share_map(vec![freeze(base, resources)], None);
     }
     let format = Some(link.format);
-    let mut open = OpenOptions { read_only: true, format, format_is_exact: true, ..open.clone() };
+    let mut open = OpenOptions { format, format_is_exact: true, ..open.clone() };
     open.allow_backing.push(directory_of(disk));
-    let Chain { top, mut below, index, .. } = read_chain(&link.path, &open, resources)?;
-    below.push(freeze(top, resources));
+    let map = map_of(&link.path, &open, resources)?;
     let same = |(found, link): (&Arc<Layer>, &ChainFile)| found.identity.file == link.file;
-    if below.len() != layer + 1 || !below.iter().zip(chain).all(same) {
+    if map.layers().len() != layer + 1 || !map.layers().zip(chain).all(same) {
         return Err(Error::from(MergeFault::LayersChanged).in_file(disk));
     }
+    Ok(map)
+}
+
+/// The map of a chain of frozen layers.
+///
+/// # Errors
+/// A chain that cannot be read.
+pub(crate) fn map_of(path: &Path, open: &OpenOptions, resources: &Arc<Resources>) -> Result<Arc<FrozenMap>> {
+    let open = OpenOptions { read_only: true, ..open.clone() };
+    let Chain { top, mut below, index, .. } = read_chain(path, &open, resources)?;
+    below.push(freeze(top, resources));
     resources.share_map(below, index)
 }

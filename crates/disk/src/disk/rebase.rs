@@ -1,0 +1,66 @@
+//! Another chain below a frozen layer of a disk in use, which reads the same there.
+//!
+//! ```text
+//!   before   a ◄── b ◄── layer ◄── 2 ◄── disk
+//!   after    c ◄──────── layer ◄── 2 ◄── disk        one sector of `layer` written
+//! ```
+//!
+//! It is the end of a merge: the layer grows for as long as its header is written, and requests get another map. Nothing is copied, nothing
+//! removed.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::Disk;
+use crate::error::Result;
+use crate::layers::index_of;
+use crate::merging::plan::map_of;
+use crate::merging::relink::Below;
+use crate::merging::room::Room;
+use crate::merging::{Copier, MergeFault, MergeRange, Way};
+use crate::refs::{ChainFile, Users};
+use crate::snapshots::name_from;
+use crate::{Format, OpenOptions};
+
+use super::merge::Running;
+
+impl Disk {
+    /// Has the frozen layer at `layer` stand on the qcow2 chain at `below`, in place of what is below it. Whoever asks knows that both
+    /// chains read the same where `layer` and the layers above it say nothing.
+    ///
+    /// # Errors
+    /// No such layer, or none below it; one that another disk or process uses; a merge that runs; a header without room for the name;
+    /// a chain that cannot be read; a host that cannot write. The layer then stands on the one or on the other.
+    pub fn rebase(self: &Arc<Self>, layer: &Path, below: &Path) -> Result<()> {
+        let (mut running, mut copier) = Running::begin_rebase(self, layer, below)?;
+        let relinked = running.relink(&mut copier);
+        if relinked.is_err() {
+            copier.leave(|way| running.wait(way));
+        }
+        relinked?;
+        tracing::info!(layer = %layer.display(), below = %below.display(), "stands on another layer that reads the same");
+        Ok(())
+    }
+}
+
+impl Running {
+    fn begin_rebase(disk: &Arc<Disk>, layer: &Path, below: &Path) -> Result<(Self, Copier)> {
+        let range = |chain: &[ChainFile]| {
+            let at = chain.iter().position(|link| link.path == layer).unwrap_or(0);
+            match at.checked_sub(1).filter(|_| at + 1 < chain.len()) {
+                Some(last) => Ok(MergeRange { first: index_of(0), last: index_of(last) }),
+                None => Err(MergeFault::Range { first: 0, last: at, layers: chain.len() }),
+            }
+        };
+        let (mut running, chain) = Self::enter(disk, range)?;
+        let target = running.range.target().index();
+        let users = Users::standing_on(&chain[target..], &disk.path, &disk.options());
+        let open = OpenOptions { format: Some(Format::Qcow2), ..disk.options() };
+        let after = map_of(below, &open, &disk.resources)?;
+        let record = chain[target].record.clone();
+        let below = Below { name: name_from(layer, below)?, format: Format::Qcow2, record };
+        let (_, target, layers, relink) = running.grow(&chain, &users, Some(&below))?;
+        let room = Room::find(layer, 0)?;
+        Ok((running, Copier::new(target, Some(layers), Some(after), Way::Stream(relink), room)))
+    }
+}
