@@ -22,7 +22,7 @@ use std::time::Duration;
 use vmstrata_repo::Repository;
 use vmstrata_tier::{
     Claim, Epoch, EpochNumber, Error, Generation, Head, HeadNumber, KEEP, Merge, Object, ObjectId, OwnerId,
-    Pin, PinId, Publisher, Result, ship, states,
+    Pin, PinId, Publisher, Purpose, Result, ship, states,
 };
 
 use crate::kernel::inside;
@@ -476,12 +476,25 @@ impl Process {
             {
                 wanted = Some(self.random.pick(&kept).epoch.number);
             }
-            let pin = match self.try_it(Pin::make(&*self.repository, wanted, "a visit")) {
+            let visit = Purpose::Reader("a visit".to_owned());
+            let mut pin = match self.try_it(Pin::make(&*self.repository, wanted, &visit)) {
                 Err(End::Refused) | Ok(None) => continue,
                 Ok(Some(pin)) => pin,
                 Err(died) => return Err(died),
             };
             self.ledger.pinned(&pin);
+            if self.random.one_in(2) {
+                match self.try_it(pin.again(&*self.repository, &visit)) {
+                    Err(End::Refused) | Ok(None) => {}
+                    Ok(Some(second)) => {
+                        self.ledger.pinned(&second);
+                        let first = std::mem::replace(&mut pin, second);
+                        self.ledger.released(&first);
+                        self.ask(|| first.release(&*self.repository))?;
+                    }
+                    Err(died) => return Err(died),
+                }
+            }
             if self.random.one_in(2) {
                 thread::sleep(Duration::from_nanos(self.random.below(PAUSE_NS_MAX)));
             }

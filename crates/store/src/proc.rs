@@ -14,6 +14,11 @@ pub fn open_descriptors() -> usize {
     fs::read_dir("/proc/self/fd").map_or(0, Iterator::count)
 }
 
+/// The host's name; empty if it is not known.
+pub fn host_name() -> String {
+    fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim_end().to_owned()
+}
+
 /// The random number of this boot, as text.
 ///
 /// # Errors

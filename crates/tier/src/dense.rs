@@ -17,6 +17,7 @@
 use std::cmp::Reverse;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use vmstrata_disk::{Disk, Error as DiskError, ErrorKind, Format, FrozenLayer, OpenOptions, Resources};
 use vmstrata_qcow2::create::{Places, Refcounts, first_cluster};
@@ -59,14 +60,14 @@ pub fn ship_state(
     options: &OpenOptions,
     resources: &Arc<Resources>,
 ) -> Result<Object> {
-    ship_merged(repository, state, &[state], below, options, resources)
+    ship_merged(repository, state, &[state], below, options, resources, &AtomicBool::new(false))
 }
 
 /// As [`ship_state`], but several layers as one: `layers`, lowest first, say what has changed since the state of `below`, and bytes
-/// come from `state`, which may be another chain for the same state.
+/// come from `state`, which may be another chain for the same state. Ends soon once it is given up.
 ///
 /// # Errors
-/// As there.
+/// As there; [`Error::GivenUp`].
 ///
 /// # Panics
 /// Without a layer.
@@ -77,6 +78,7 @@ pub fn ship_merged(
     below: Option<ObjectId>,
     options: &OpenOptions,
     resources: &Arc<Resources>,
+    is_given_up: &AtomicBool,
 ) -> Result<Object> {
     assert!(!layers.is_empty());
     let options = OpenOptions { read_only: true, ..options.clone() };
@@ -93,7 +95,7 @@ pub fn ship_merged(
     plan.pack();
     ship(repository, plan.zeros(), |shipment| {
         plan.write_tables(below, |bytes| shipment.put(bytes))?;
-        plan.write_data(&disk, shipment)
+        plan.write_data(&disk, shipment, is_given_up)
     })
 }
 
@@ -362,12 +364,15 @@ impl Plan {
     }
 
     /// Puts the host clusters.
-    fn write_data(&self, disk: &Disk, out: &mut Shipment) -> Result<()> {
+    fn write_data(&self, disk: &Disk, out: &mut Shipment, is_given_up: &AtomicBool) -> Result<()> {
         let mut stored: Vec<&Cluster> =
             self.clusters.iter().filter(|cluster| cluster.states.allocated != 0).collect();
         stored.sort_by_key(|cluster| cluster.host);
         let batch_of = |cluster: &Cluster| cluster.host as usize / BATCH;
         for batch in stored.chunk_by(|one, next| batch_of(one) == batch_of(next)) {
+            if is_given_up.load(Ordering::Relaxed) {
+                return Err(Error::GivenUp);
+            }
             let first = batch_of(batch[0]) * BATCH;
             let hosts = BATCH.min(self.counts.len() - first);
             let mut bytes = vec![0; hosts << CLUSTER.get()];

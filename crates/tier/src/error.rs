@@ -32,6 +32,28 @@ pub enum Error {
         /// The most there can be.
         clusters: usize,
     },
+    /// A name, or labels, that no snapshot can have.
+    #[error(transparent)]
+    Unnamable(#[from] vmstrata_qcow2::SnapshotInfoError),
+    /// A snapshot's name that another one has.
+    #[error("{repository}: a snapshot '{name}' is there already")]
+    NameTaken {
+        /// The repository.
+        repository: String,
+        /// The name.
+        name: String,
+    },
+    /// No state of that name, or none as old as that.
+    #[error("{repository}: {why}")]
+    NoState {
+        /// The repository.
+        repository: String,
+        /// What there is.
+        why: String,
+    },
+    /// Whoever wanted it does not any more.
+    #[error("it was given up")]
+    GivenUp,
     /// A head or a pin that is not what a process wrote.
     #[error("{repository}: {name} is damaged: {why}")]
     Damaged {

@@ -6,15 +6,17 @@
 //!
 //! | module | what it knows |
 //! |---|---|
-//! | [`tiered`](Tiered) | when a disk is cut and published, and what is not |
+//! | [`tiered`](Tiered), `engine`, [`status`](TierStatus) | when a disk is cut and published, and what is not |
+//! | `copies` | the copy of a disk that a host writes |
 //! | [`place`](Place) | where the parts of a tiered disk lie |
 //! | `attach` | an ordinary image as the first layer, and the disk's path |
 //! | [`dense`](ship_state) | a state of a disk as a qcow2 file that holds no more than it must |
 //! | [`head`](Head) | what a head says, and its bytes |
 //! | [`publisher`](Publisher) | who publishes, and that nobody else does |
 //! | [`look`](newest) | what a repository holds, and how old that knowledge may be |
-//! | [`pin`](Pin) | what keeps a state for its readers |
-//! | [`merge`](Merge) | which layers become one |
+//! | [`pin`](Pin), `states` | what keeps a state for its readers, and under which names people find one |
+//! | [`merge`](Merge), `merger` | which layers become one, and the thread that makes them so |
+//! | `stand` | what the copy on this host stands on |
 //! | `retain` | what may be deleted |
 //! | [`object`](ship) | how a layer gets into the repository |
 //! | `digests` | what proves a part of a layer |
@@ -27,12 +29,15 @@
 mod attach;
 mod cache;
 mod cached_files;
+mod copies;
 mod dense;
 mod digests;
+mod engine;
 mod error;
 mod head;
 mod look;
 mod merge;
+mod merger;
 mod object;
 mod pin;
 mod place;
@@ -40,10 +45,14 @@ mod publisher;
 mod remote;
 mod retain;
 mod sealed;
+mod stand;
+mod states;
+mod status;
 mod tiered;
 
 pub use cache::{CACHE_BYTES_MIN, Cache, CacheUse};
 pub use cached_files::CachedFiles;
+pub use copies::{revert, take_over};
 pub use dense::{ship_merged, ship_state};
 pub use error::{Error, Result};
 pub use head::{
@@ -53,8 +62,10 @@ pub use head::{
 pub use look::{KEEP, newest, states};
 pub use merge::{LAYERS_MAX, Merge};
 pub use object::{Shipment, adopt, ship};
-pub use pin::{PURPOSE_MAX, Pin};
+pub use pin::{Pin, Purpose};
 pub use place::{Place, repository_of};
 pub use publisher::{Claim, Publisher};
 pub use remote::{CachedLayer, OnMissing, Remote};
-pub use tiered::{TierOptions, TierState, TierStatus, Tiered, take_over};
+pub use states::{find_state, forget, snapshots};
+pub use status::{TierOptions, TierState, TierStatus};
+pub use tiered::{TakenState, Tiered};

@@ -1,18 +1,43 @@
 //! Pins: objects that keep states of a disk, for who reads them long: a named snapshot, a clone, a disk whose layers stand on them.
 
 use serde::{Deserialize, Serialize};
+use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 use vmstrata_repo::Repository;
 use vmstrata_store::Planted;
+use vmstrata_store::proc::host_name;
 
 use crate::error::{Error, Result};
-use crate::head::{Epoch, EpochNumber, Head, PinId};
+use crate::head::{Epoch, EpochNumber, Head, OwnerId, PinId, as_text};
 use crate::look::{Look, newest, read, read_head};
 use crate::object::Shipment;
 use crate::sealed::{seal, unseal};
 
 const VERSION: u32 = 1;
-/// The most bytes of what a pin says that it is for.
-pub const PURPOSE_MAX: usize = 1000;
+/// The most bytes of text that say who reads.
+const WHO_MAX: usize = 1000;
+
+/// What a pin is for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Purpose {
+    /// A host's copy of the disk stands on the state.
+    Copy {
+        /// Whose copy it is.
+        #[serde(with = "as_text")]
+        owner: OwnerId,
+        /// The host's name.
+        host: String,
+    },
+    /// The state has a name.
+    Snapshot {
+        /// The snapshot's name, as one of an ordinary disk.
+        name: String,
+        /// Its labels.
+        labels: Vec<(String, String)>,
+    },
+    /// Somebody reads it.
+    Reader(String),
+}
 
 /// A pin that its maker has seen to be in time: the layers of its epoch stay until it is released.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,7 +47,7 @@ pub struct Pin {
     /// The state that it keeps.
     pub epoch: Epoch,
     /// What it is for.
-    pub purpose: String,
+    pub purpose: Purpose,
 }
 
 /// The object that is a pin.
@@ -30,8 +55,25 @@ pub struct Pin {
 #[serde(deny_unknown_fields)]
 struct Stored {
     version: u32,
-    purpose: String,
+    purpose: Purpose,
     epoch: Epoch,
+}
+
+impl Purpose {
+    /// Somebody on this host who reads.
+    pub fn reader(who: &str) -> Self {
+        let mut who = format!("{who} at {}", host_name());
+        who.truncate(who.floor_char_boundary(WHO_MAX));
+        Self::Reader(who)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        match self {
+            Self::Snapshot { name, .. } if !is_snapshot_name(name) => Err(format!("{name:?} is no name")),
+            Self::Reader(who) if who.len() > WHO_MAX => Err("its reader has a long name".to_owned()),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Pin {
@@ -39,16 +81,12 @@ impl Pin {
     ///
     /// # Errors
     /// [`Error::NoHead`]; [`Error::NotKept`]; what the repository reports: a pin may then be left, see [`Pin::all`].
-    ///
-    /// # Panics
-    /// When the purpose is longer than [`PURPOSE_MAX`].
-    pub fn make(repository: &dyn Repository, wanted: Option<EpochNumber>, purpose: &str) -> Result<Self> {
-        assert!(purpose.len() <= PURPOSE_MAX, "a purpose of {} bytes", purpose.len());
+    pub fn make(repository: &dyn Repository, wanted: Option<EpochNumber>, purpose: &Purpose) -> Result<Self> {
         let none = || Error::NoHead { repository: repository.describe() };
         let mut head = newest(repository)?.ok_or_else(none)?;
         loop {
             let Head { number, epoch, .. } = publishing(repository, head, wanted)?;
-            let pin = Self { id: PinId::draw(), epoch, purpose: purpose.to_owned() };
+            let pin = Self { id: PinId::draw(), epoch, purpose: purpose.clone() };
             let looked = pin.put(repository).and_then(|()| Look::since(repository, &pin.id.name()));
             let newest = looked.and_then(|look| {
                 let newest = look.heads().max().ok_or_else(none)?;
@@ -70,6 +108,24 @@ impl Pin {
         shipment.finish().map(drop)
     }
 
+    /// Pins the state that this pin keeps once more.
+    ///
+    /// # Errors
+    /// [`Error::NoState`] where this pin is gone; what the repository reports.
+    pub fn again(&self, repository: &dyn Repository, purpose: &Purpose) -> Result<Self> {
+        let pin = Self { id: PinId::draw(), epoch: self.epoch.clone(), purpose: purpose.clone() };
+        let looked = pin.put(repository).and_then(|()| Look::since(repository, &pin.id.name()));
+        // Whoever deletes the state has looked at the pins after this one was released, and so after the new one was made.
+        let is_there = looked.map(|look| look.pins().any(|id| id == self.id));
+        if !matches!(is_there, Ok(true)) {
+            pin.release(repository)?;
+            is_there?;
+            let why = "the snapshot was deleted meanwhile".to_owned();
+            return Err(Error::NoState { repository: repository.describe(), why });
+        }
+        Ok(pin)
+    }
+
     /// The pin with this id.
     ///
     /// # Errors
@@ -80,9 +136,7 @@ impl Pin {
             if stored.version != VERSION {
                 return Err(format!("it is of version {}, not {VERSION}", stored.version));
             }
-            if stored.purpose.len() > PURPOSE_MAX {
-                return Err(format!("its purpose is longer than {PURPOSE_MAX} bytes"));
-            }
+            stored.purpose.check()?;
             stored.epoch.check()?;
             Ok(stored)
         })?;

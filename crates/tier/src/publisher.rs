@@ -23,6 +23,7 @@
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::sync::Arc;
+use std::time::Duration;
 
 use vmstrata_repo::Repository;
 use vmstrata_store::Planted;
@@ -122,8 +123,22 @@ impl Publisher {
     }
 
     /// Where it publishes.
-    pub(crate) fn repository(&self) -> &dyn Repository {
-        &*self.repository
+    pub(crate) fn repository(&self) -> &Arc<dyn Repository> {
+        &self.repository
+    }
+
+    /// Has heads kept for so long that are not the newest any more, at least for [`KEEP`](crate::KEEP).
+    pub fn keep(&mut self, time: Duration) {
+        self.retention.keep(time);
+    }
+
+    /// Publishes what could not be published before, if that is not there by now.
+    ///
+    /// # Errors
+    /// As [`Publisher::publish`].
+    pub fn settle(&mut self) -> Result<()> {
+        self.check()?;
+        self.unsettled.clone().map_or(Ok(()), |head| self.create(head))
     }
 
     /// Publishes an epoch whose new objects were shipped since the claim: the next one, or the last one with other objects that make
@@ -206,10 +221,7 @@ impl Publisher {
     /// # Errors
     /// As [`Publisher::publish`]; a pin that cannot be read: then nothing is deleted. Can be tried again.
     pub fn sweep(&mut self) -> Result<usize> {
-        self.check()?;
-        if let Some(head) = self.unsettled.clone() {
-            self.create(head)?;
-        }
+        self.settle()?;
         let can_rise = |floor| floor > self.head.floor && !self.retention.unnamed(floor).is_empty();
         if self.retention.floor(since_boot()).is_some_and(can_rise) {
             self.publish(self.head.epoch.clone())?;
@@ -279,7 +291,7 @@ mod tests {
     use vmstrata_repo::DirectoryRepository;
 
     use super::*;
-    use crate::{is_object_name, ship, states};
+    use crate::{Purpose, is_object_name, ship, states};
 
     fn directory() -> TempDir {
         tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap()
@@ -294,6 +306,10 @@ mod tests {
         let mut epoch = publisher.head().epoch.clone();
         epoch.objects.push(ship(&*publisher.repository, 0, |shipment| shipment.put(b"layer")).unwrap());
         Epoch { number: epoch.number.next(), size: 4096, ..epoch }
+    }
+
+    fn visit() -> Purpose {
+        Purpose::reader("a visit")
     }
 
     fn fenced_by(refused: Result<impl std::fmt::Debug>) -> Head {
@@ -380,10 +396,11 @@ mod tests {
         }
         let states = states(&*repository).unwrap();
         assert_eq!(states.len(), 4);
-        assert_eq!(Pin::make(&*repository, None, "").unwrap().epoch, publisher.head().epoch);
-        let pin = Pin::make(&*repository, Some(states[2].epoch.number), "clone of web").unwrap();
+        assert_eq!(Pin::make(&*repository, None, &visit()).unwrap().epoch, publisher.head().epoch);
+        let pin = Pin::make(&*repository, Some(states[2].epoch.number), &visit()).unwrap();
         assert_eq!(pin.epoch, states[2].epoch);
-        let unknown = Pin::make(&*repository, Some(publisher.head().epoch.number.next()), "").unwrap_err();
+        let unknown =
+            Pin::make(&*repository, Some(publisher.head().epoch.number.next()), &visit()).unwrap_err();
         assert!(matches!(unknown, Error::NotKept { .. }), "{unknown}");
         assert_eq!(Pin::read(&*repository, pin.id).unwrap(), pin);
         pin.release(&*repository).unwrap();
@@ -396,7 +413,7 @@ mod tests {
         let repository = repository(dir.path());
         ship(&*repository, 0, |shipment| shipment.put(b"left over")).unwrap();
         let mut publisher = Publisher::claim(repository.clone(), OwnerId::draw(), Claim::First).unwrap();
-        let pin = Pin::make(&*repository, None, "").unwrap();
+        let pin = Pin::make(&*repository, None, &visit()).unwrap();
         let path = dir.path().join(pin.id.name().as_str());
         fs::File::options().write(true).open(&path).unwrap().set_len(100).unwrap();
         let told = publisher.sweep().unwrap_err().to_string();

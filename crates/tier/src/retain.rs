@@ -24,6 +24,8 @@ use crate::pin::Pin;
 /// What the process that publishes knows of heads and layers.
 #[derive(Debug)]
 pub(crate) struct Retention {
+    /// How long heads are kept that are not the newest any more.
+    keep: Duration,
     /// Its heads, from the floor on, with a time when each was the newest, since the host's boot.
     heads: VecDeque<(HeadNumber, Duration)>,
     /// What they name.
@@ -35,9 +37,15 @@ pub(crate) struct Retention {
 impl Retention {
     /// Of a process that has claimed the disk with this head, and saw these layers before.
     pub(crate) fn new(claim: &Head, layers: impl Iterator<Item = ObjectId>, now: Duration) -> Self {
-        let mut new = Self { heads: VecDeque::new(), named: BTreeMap::new(), known: layers.collect() };
+        let mut new =
+            Self { keep: KEEP, heads: VecDeque::new(), named: BTreeMap::new(), known: layers.collect() };
         new.published(claim, now);
         new
+    }
+
+    /// From now on, heads are kept for so long, at least for [`KEEP`].
+    pub(crate) fn keep(&mut self, time: Duration) {
+        self.keep = time.max(KEEP);
     }
 
     /// The process has published this head, and it was the newest now.
@@ -52,7 +60,7 @@ impl Retention {
 
     /// The floor of a head that is published now, if it is higher than those before.
     pub(crate) fn floor(&self, now: Duration) -> Option<HeadNumber> {
-        let keep = if Planted::Hasty.is_there() { Duration::ZERO } else { KEEP };
+        let keep = if Planted::Hasty.is_there() { Duration::ZERO } else { self.keep };
         let old = self.heads.iter().rev().find(|(_, newest)| now.saturating_sub(*newest) >= keep);
         old.map(|(number, _)| *number)
     }
@@ -121,6 +129,17 @@ mod tests {
         assert_eq!(retention.unnamed(late.floor), BTreeSet::from([left, merged]));
         retention.deleted(left);
         assert_eq!(retention.unnamed(late.floor), BTreeSet::from([merged]));
+    }
+
+    #[test]
+    fn heads_are_kept_for_longer_if_that_is_asked_for() {
+        let claim = Head::after(None, OwnerId::draw());
+        let mut retention = Retention::new(&claim, [].into_iter(), SECOND);
+        for (asked, kept) in [(SECOND, KEEP), (2 * KEEP, 2 * KEEP)] {
+            retention.keep(asked);
+            assert_eq!(retention.floor(SECOND + kept - Duration::from_nanos(1)), None);
+            assert_eq!(retention.floor(SECOND + kept), Some(claim.number));
+        }
     }
 
     #[test]

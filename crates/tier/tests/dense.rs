@@ -7,6 +7,7 @@ use std::fs;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use common::stock::{assert_clean, path_str, qemu_img, qemu_io};
 use common::{for_seeds, scratch};
@@ -16,6 +17,8 @@ use tempfile::TempDir;
 use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
 use vmstrata_repo::{DirectoryRepository, Repository as _};
 use vmstrata_tier::{Merge, Object, ObjectId, adopt, is_object_name, ship, ship_merged, ship_state};
+
+static NOT_GIVEN_UP: AtomicBool = AtomicBool::new(false);
 
 /// Local layers, base first, and the repository to which they are shipped.
 struct Fixture {
@@ -73,8 +76,16 @@ impl Fixture {
         let layers: Vec<&Path> = layers.iter().map(PathBuf::as_path).collect();
         let local = &self.layers[chain.len() - 1];
         let options = OpenOptions::default();
-        let result =
-            ship_merged(&self.repository, local, &layers, merge.below(), &options, &self.resources).unwrap();
+        let result = ship_merged(
+            &self.repository,
+            local,
+            &layers,
+            merge.below(),
+            &options,
+            &self.resources,
+            &NOT_GIVEN_UP,
+        )
+        .unwrap();
         merge.merged(left.len(), result);
         assert_clean(&self.path(result));
         let [local, result] = [path_str(local), path_str(&self.path(result))].map(str::to_owned);

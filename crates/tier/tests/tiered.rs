@@ -16,8 +16,13 @@ use common::{scratch, wait_until};
 use tier_support::{
     SIZE, block, host, host_with, image, newest_of, place, published, soon, sync, take_over, writes_of,
 };
-use vmstrata_disk::Disk;
-use vmstrata_tier::{Error, Place, TierState, Tiered, repository_of};
+use vmstrata_disk::snapshot::SnapshotInfo;
+use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
+use vmstrata_repo::DirectoryRepository;
+use vmstrata_tier::{
+    Error, LAYERS_MAX, Pin, Place, TierState, Tiered, find_state, forget, is_object_name, repository_of,
+    revert, snapshots, states,
+};
 
 /// The guest's writes from one number to another.
 fn writes(disk: &Disk, numbers: std::ops::RangeInclusive<u64>) {
@@ -313,4 +318,127 @@ fn an_attachment_that_was_interrupted_is_completed() {
     sync(&tiered).unwrap();
     assert_eq!(writes_of(&content(&path, "qcow2")), 10);
     assert_eq!(first.metadata().unwrap().permissions().mode() & 0o777, 0o444);
+}
+
+/// Epochs of one write each, to number `last`.
+fn epochs(disk: &Disk, tiered: &Tiered, numbers: std::ops::RangeInclusive<u64>) {
+    for number in numbers {
+        write(disk, place(number), &block(number)).unwrap();
+        sync(tiered).unwrap();
+    }
+}
+
+#[test]
+fn layers_of_the_repository_are_merged_while_epochs_are_published() {
+    let (nas, tier, other) = (scratch(), scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    let layers = LAYERS_MAX as u64;
+    epochs(&disk, &tiered, 1..=layers + 10);
+    let mut last = layers + 10;
+    wait_until("a merge", || {
+        last += 1;
+        epochs(&disk, &tiered, last..=last);
+        tiered.status().layers < LAYERS_MAX
+    });
+    assert_eq!(published_writes(&path), last);
+    end(disk, &tiered);
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    epochs(&disk, &tiered, last + 1..=last + 1);
+    end(disk, &tiered);
+    take_over(&path, other.path()).unwrap();
+    assert_eq!(published_writes(&path), last + 1);
+}
+
+#[test]
+fn a_copy_stands_on_a_merged_base_and_releases_the_old_one() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    // More than is left alone, all of which is written again.
+    common::stock::qemu_io(&path, &["write -P 1 0 64M".to_owned()]);
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    let pinned = || {
+        let repository = DirectoryRepository::open(&repository_of(&path), is_object_name).unwrap();
+        let pins = Pin::all(&repository).unwrap();
+        assert_eq!(pins.len(), 1, "{pins:?}");
+        pins[0].epoch.objects[0].id
+    };
+    let first = pinned();
+    for round in 2..8 {
+        write(&disk, 0, &vec![round; SIZE as usize]).unwrap();
+        sync(&tiered).unwrap();
+    }
+    assert_ne!(pinned(), first);
+    let now = read(&disk, 0, SIZE as usize).unwrap();
+    write(&disk, 4096, &block(3)).unwrap();
+    end(disk, &tiered);
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    assert_eq!(read(&disk, 0, 4096).unwrap(), now[..4096]);
+    assert_eq!(read(&disk, 4096, 4096).unwrap(), block(3));
+    assert_ne!(pinned(), first);
+    end(disk, &tiered);
+    assert_clean(&Place::of(&path, tier.path()).unwrap().disk());
+}
+
+fn named(name: &str) -> SnapshotInfo {
+    SnapshotInfo { name: name.to_owned(), taken_ns: 1, ..SnapshotInfo::default() }
+}
+
+fn repository(path: &Path) -> DirectoryRepository {
+    DirectoryRepository::open(&repository_of(path), is_object_name).unwrap()
+}
+
+#[test]
+fn a_snapshot_keeps_its_state_and_a_disk_goes_back_to_it() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = half_published(&path, tier.path());
+    let mut cut = false;
+    let taken = tiered.snapshot(&named("monday"), soon(), || cut = true).unwrap();
+    assert!(cut);
+    assert_eq!(writes_of(&content(&taken.layer, "qcow2")), 20);
+    let twice = tiered.snapshot(&named("monday"), soon(), || {}).unwrap_err();
+    assert!(matches!(twice, Error::NameTaken { .. }), "{twice}");
+    tiered.snapshot(&named("no name"), soon(), || {}).unwrap_err();
+    writes(&disk, 21..=30);
+    sync(&tiered).unwrap();
+    writes(&disk, 31..=40);
+    end(disk, &tiered);
+
+    let names = |path| -> Vec<String> {
+        snapshots(&repository(path)).unwrap().into_iter().map(|(info, _)| info.name).collect()
+    };
+    assert_eq!(names(&path), ["monday"]);
+    let state = find_state(&repository(&path), "monday", 0).unwrap();
+    assert!(find_state(&repository(&path), "sunday", 0).unwrap_err().to_string().contains("monday"));
+    let place_of_disk = Place::of(&path, tier.path()).unwrap();
+    let resources = Resources::new(ResourceOptions::default());
+    let aside = revert(&place_of_disk, "monday", &OpenOptions::default(), &resources).unwrap();
+    assert_eq!(published_writes(&path), 20);
+    assert!(newest_of(&path).epoch.number > state.number);
+    assert_eq!(writes_of(&content(&aside.join("web.qcow2"), "qcow2")), 40);
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    writes(&disk, 21..=21);
+    sync(&tiered).unwrap();
+    assert_eq!(published_writes(&path), 21);
+    forget(&repository(&path), "monday").unwrap();
+    assert_eq!(names(&path), Vec::<String>::new());
+    forget(&repository(&path), "monday").unwrap_err();
+}
+
+#[test]
+fn a_state_is_found_by_its_age() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    epochs(&disk, &tiered, 1..=3);
+    let at = |name: &str, now: u64| find_state(&repository(&path), name, now).map(|epoch| epoch.number);
+    let newest = newest_of(&path).epoch;
+    let second = states(&repository(&path)).unwrap()[1].epoch.clone();
+    assert_eq!(at("-0s", newest.time_ns).unwrap(), newest.number);
+    assert_eq!(at("-1s", newest.time_ns + 1_000_000_000).unwrap(), newest.number);
+    assert_eq!(at("-0s", newest.time_ns - 1).unwrap(), second.number);
+    let refused = at("-24h", newest.time_ns).unwrap_err();
+    assert!(matches!(refused, Error::NoState { .. }), "{refused}");
+    at("-1w", newest.time_ns).unwrap_err();
 }

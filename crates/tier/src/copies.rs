@@ -1,0 +1,173 @@
+//! This host's copy of a tiered disk: made on what is published, gone on with, given up.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vmstrata_disk::snapshot::{self, now_ns};
+use vmstrata_disk::{CreateOptions, Format, OpenOptions, Resources, create};
+use vmstrata_types::ClusterBits;
+
+use crate::attach::{attach, check_image, point_at, seal};
+use crate::error::{Error, Result};
+use crate::head::{Epoch, EpochNumber, Head, OwnerId};
+use crate::place::{Copy, Place};
+use crate::publisher::{Claim, Publisher};
+use crate::stand;
+use crate::states::find_state;
+
+/// An epoch on this host.
+#[derive(Clone, Debug)]
+pub(crate) struct Cut {
+    pub(crate) number: EpochNumber,
+    pub(crate) layer: PathBuf,
+    pub(crate) time_ns: u64,
+    pub(crate) size: u64,
+}
+/// Claims a disk for this host's copy of it. There is one when this returns.
+///
+/// # Errors
+/// As [`crate::Tiered::open`].
+pub(crate) fn claim(
+    place: &Place,
+    open: &OpenOptions,
+    resources: &Arc<Resources>,
+) -> Result<(Copy, Publisher)> {
+    let repository = place.open_repository()?;
+    if repository.is_none() {
+        check_image(&place.path)?;
+    }
+    let mut copy = Copy::hold(place)?;
+    let base = copy.record().and_then(|record| record.base);
+    let repository = match (repository, base) {
+        (Some(repository), _) => repository,
+        (None, None) => place.make_repository()?,
+        // A file system that is not mounted must not become another.
+        (None, Some(_)) => {
+            return Err(Error::NoHead { repository: place.repository.display().to_string() });
+        }
+    };
+    let owner = match copy.record() {
+        Some(record) => record.owner,
+        None => {
+            let owner = OwnerId::draw();
+            copy.note(owner, None)?;
+            owner
+        }
+    };
+    let claim = if base.is_some() { Claim::Resume } else { Claim::First };
+    let mut publisher = Publisher::claim(repository, owner, claim)?;
+    match base {
+        None => make_copy(&mut copy, place, &mut publisher, open, resources)?,
+        Some(base) => {
+            let epoch = publisher.head().epoch.number;
+            if !holds(place, open, base, epoch)? {
+                return Err(Error::OldCopy { copy: place.local.clone(), epoch });
+            }
+        }
+    }
+    Ok((copy, publisher))
+}
+
+/// Takes a disk over, of which another host has published the newest epoch. Whoever asks has made sure that this host is off, and
+/// what it did not publish is lost. Returns the head that begins the new generation, and where an earlier copy on this host was put.
+///
+/// # Errors
+/// A disk of which nothing is published, or that this host's copy publishes; whatever host and repository report.
+pub fn take_over(
+    place: &Place,
+    open: &OpenOptions,
+    resources: &Arc<Resources>,
+) -> Result<(Head, Option<PathBuf>)> {
+    let no_head = || Error::NoHead { repository: place.repository.display().to_string() };
+    let repository = place.open_repository()?.ok_or_else(no_head)?;
+    let newest = crate::look::newest(&*repository)?.ok_or_else(no_head)?;
+    let (mut copy, mut aside) = (Copy::hold(place)?, None);
+    // One without a base was never written.
+    if let Some((owner, base)) = copy.record().and_then(|record| Some((record.owner, record.base?))) {
+        let is_whole =
+            || Ok::<_, Error>(place.disk().exists() && holds(place, open, base, newest.epoch.number)?);
+        if owner == newest.owner && is_whole()? {
+            return Err(Error::OwnCopy { copy: place.local.clone() });
+        }
+        let (path, new) = copy.set_aside()?;
+        (copy, aside) = (new, Some(path));
+    }
+    let owner = OwnerId::draw();
+    copy.note(owner, None)?;
+    let mut publisher = Publisher::claim(repository, owner, Claim::TakeOver)?;
+    make_copy(&mut copy, place, &mut publisher, open, resources)?;
+    Ok((publisher.head().clone(), aside))
+}
+
+/// Has a disk that is not served become what it was at a snapshot, as its next epoch. What it was until now stays in the directory that
+/// is returned.
+///
+/// # Errors
+/// [`Error::NoState`]; as [`crate::Tiered::open`]; as [`take_over`]: then the disk has to be taken over.
+pub fn revert(place: &Place, name: &str, open: &OpenOptions, resources: &Arc<Resources>) -> Result<PathBuf> {
+    let (copy, mut publisher) = claim(place, open, resources)?;
+    let newest = cuts(&place.disk(), &open_options(place, open))?.last().map(|cut| cut.number);
+    let number = publisher.head().epoch.number.max(newest.unwrap_or(EpochNumber::NONE)).next();
+    let state = find_state(&**publisher.repository(), name, now_ns())?;
+    publisher.publish(Epoch { number, time_ns: now_ns(), ..state })?;
+    drop((copy, publisher));
+    let (_, aside) = take_over(place, open, resources)?;
+    Ok(aside.expect("the copy that was claimed"))
+}
+
+/// Makes the layer of this host that takes writes, on what is published; of a disk of which nothing is, its image first.
+fn make_copy(
+    copy: &mut Copy,
+    place: &Place,
+    publisher: &mut Publisher,
+    open: &OpenOptions,
+    resources: &Arc<Resources>,
+) -> Result<()> {
+    if publisher.head().epoch.number == EpochNumber::NONE {
+        let (epoch, _held) = attach(place, &**publisher.repository(), open, resources)?;
+        publisher.publish(epoch.clone())?;
+        seal(place, &epoch)?;
+        point_at(place, &epoch)?;
+    }
+    let (owner, epoch) = (publisher.head().owner, &publisher.head().epoch);
+    stand::pin_for(&**publisher.repository(), owner, epoch.number)?;
+    let top = epoch.objects.last().expect("an epoch has a layer").id.layer_name();
+    let options = CreateOptions {
+        size: Some(epoch.size),
+        cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
+        subclusters: open.subclusters,
+        backing: Some((place.repository.join(top.as_str()), Format::Qcow2)),
+        // Nobody has written to one that is there: the copy has no base.
+        force: true,
+        ..CreateOptions::default()
+    };
+    create(&place.disk(), &options)?;
+    copy.note(owner, Some(epoch.number))
+}
+
+/// How the local disk is opened: its lowest layers lie in the repository.
+pub(crate) fn open_options(place: &Place, open: &OpenOptions) -> OpenOptions {
+    let mut open = OpenOptions { format: Some(Format::Qcow2), read_only: false, ..open.clone() };
+    open.allow_backing.extend([place.repository.clone(), place.local.clone()]);
+    open
+}
+
+/// The epochs that are layers of the local disk, oldest first.
+pub(crate) fn cuts(disk: &Path, open: &OpenOptions) -> Result<Vec<Cut>> {
+    let own = snapshot::list(disk, open)?.into_iter().filter(snapshot::Snapshot::is_own);
+    let mut cuts: Vec<Cut> = own
+        .filter_map(|layer| {
+            let info = layer.info?;
+            let (time_ns, size) = (info.taken_ns, layer.virtual_size);
+            Some(Cut { number: EpochNumber::of(&info.name)?, layer: layer.layer, time_ns, size })
+        })
+        .collect();
+    cuts.sort_by_key(|cut| cut.number);
+    Ok(cuts)
+}
+
+/// Whether the copy has the state of this epoch: because it was made on it, or as a layer.
+fn holds(place: &Place, open: &OpenOptions, base: EpochNumber, epoch: EpochNumber) -> Result<bool> {
+    let layers = || cuts(&place.disk(), &open_options(place, open));
+    Ok(base == epoch || layers()?.iter().any(|cut| cut.number == epoch))
+}

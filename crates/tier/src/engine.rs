@@ -1,0 +1,525 @@
+//! The engine of a tiered disk: it cuts the disk on this host, ships what was cut off, and publishes it.
+//!
+//! ```text
+//!   guest ──► active layer ── cut: a snapshot ──► epoch-N ── ship, publish ──► head ──► the disk's path leads there
+//!             (this host)                        (this host)                   │
+//!                 published epochs are merged: on this host, and as layers of the repository ◄─┘
+//! ```
+//!
+//! One thread does all of it, beside the data path. It cuts when the first write since the last cut is as old as the window, or when the guest
+//! has written so many bytes; never while an epoch waits to be published, so a repository that does not answer makes one
+//! epoch longer, not the chain. What it could not publish it tries again, in order, also after a restart: an epoch is a snapshot of the local
+//! disk whose name has its number, and the newest head says which numbers are published.
+//!
+//! Local layers stand on the layers that were in the repository when this copy of the disk was made. Published ones are merged with
+//! each other, never into one that is still to be shipped, which would be shipped with their bytes.
+//!
+//! Invariants: epochs are published in the order in which they were cut, each once; a copy that was fenced takes no more writes
+//! and publishes nothing, and keeps its layers.
+
+use std::os::unix::fs::MetadataExt as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use vmstrata_disk::merge::{Merge, MergeOptions, Selection};
+use vmstrata_disk::snapshot::{SnapshotInfo, now_ns};
+use vmstrata_disk::stats::Kind;
+use vmstrata_disk::{Disk, OpenOptions, Resources, Taken};
+use vmstrata_repo::Repository;
+use vmstrata_types::told;
+
+use crate::attach::point_at;
+use crate::copies::{Cut, cuts, open_options};
+use crate::dense::ship_state;
+use crate::error::{Error, Result};
+use crate::head::{Epoch, EpochNumber, Head, OBJECTS_MAX};
+use crate::merger::{Ground, Merger};
+use crate::pin::Pin;
+use crate::place::{Copy, Place};
+use crate::publisher::Publisher;
+use crate::stand;
+use crate::status::{TierOptions, TierState, TierStatus};
+
+/// How often the disk's path is made to lead to the newest layer, at most.
+const POINT_EVERY: Duration = Duration::from_secs(120);
+/// Published epochs on this host that are merged into one.
+const MERGE_AT: usize = 8;
+/// How often it is looked for what may be deleted.
+const SWEEP_EVERY: Duration = Duration::from_secs(60);
+/// How long to wait before what failed is tried again; twice as long each time, up to the second.
+const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
+/// The longest time between two looks at whether the guest has written.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) orders: Mutex<Orders>,
+    pub(crate) changed: Condvar,
+}
+
+#[derive(Debug)]
+pub(crate) struct Orders {
+    /// Counts those who asked for a cut that is published; those up to `done` have it.
+    pub(crate) asked: u64,
+    pub(crate) done: u64,
+    /// The last cut that somebody asked for.
+    pub(crate) cut: AskedCut,
+    /// Up to whom it failed, and why.
+    pub(crate) failed: (u64, String),
+    pub(crate) is_stopped: bool,
+    pub(crate) has_ended: bool,
+    pub(crate) status: TierStatus,
+}
+
+/// A cut that somebody asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AskedCut {
+    /// Up to whom.
+    pub(crate) asked: u64,
+    /// Has all that was written before.
+    pub(crate) epoch: EpochNumber,
+    /// For how long writes were held.
+    pub(crate) pause: Duration,
+}
+
+impl Shared {
+    pub(crate) fn new(place: &Place, head: &Head) -> Self {
+        let status = TierStatus {
+            repository: place.repository.clone(),
+            local: place.local.clone(),
+            owner: head.owner,
+            generation: head.generation,
+            epoch: head.epoch.number,
+            epoch_time_ns: head.epoch.time_ns,
+            layers: head.epoch.objects.len(),
+            unpublished_bytes: 0,
+            unpublished_since_ns: None,
+            state: TierState::Publishing,
+        };
+        let orders = Orders {
+            asked: 0,
+            done: 0,
+            cut: AskedCut { asked: 0, epoch: EpochNumber::NONE, pause: Duration::ZERO },
+            failed: (0, String::new()),
+            is_stopped: false,
+            has_ended: false,
+            status,
+        };
+        Self { orders: Mutex::new(orders), changed: Condvar::new() }
+    }
+}
+/// A time: to be shown, and to be measured from, whatever becomes of the host's clock.
+#[derive(Clone, Copy, Debug)]
+struct Moment {
+    /// In nanoseconds since 1970.
+    ns: u64,
+    at: Instant,
+}
+
+impl Moment {
+    fn now() -> Self {
+        Self { ns: now_ns(), at: Instant::now() }
+    }
+}
+
+/// Bytes that guests have written.
+fn written(disk: &Disk) -> u64 {
+    disk.stats().bytes_of(Kind::Write)
+}
+
+/// The thread that publishes a disk.
+pub(crate) struct Engine {
+    shared: Arc<Shared>,
+    place: Place,
+    options: TierOptions,
+    open: OpenOptions,
+    resources: Arc<Resources>,
+    disk: Arc<Disk>,
+    publisher: Publisher,
+    /// The disk's bytes, and what guests had written, when it was last cut.
+    size: u64,
+    written: u64,
+    /// The epochs that are layers of the local disk, oldest first.
+    cuts: Vec<Cut>,
+    /// When the oldest write that no epoch has came in, at the earliest.
+    dirty_since: Option<Moment>,
+    /// The same of epochs that are not published.
+    pending_since_ns: Option<u64>,
+    looked: Moment,
+    merger: Merger,
+    /// Keeps what this host's copy stands on.
+    pin: Option<Pin>,
+    /// When it was last looked for what may be deleted.
+    swept: Instant,
+    /// What the disk's path leads to, since when.
+    pointed: (EpochNumber, Instant),
+    /// Failures since something was published.
+    failures: u32,
+    retry_at: Option<Instant>,
+    _copy: Copy,
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let mut orders = self.shared.orders.lock();
+        orders.has_ended = true;
+        if std::thread::panicking() {
+            let why = "a defect of vmstrata, which the log names: serve the disk again".to_owned();
+            orders.status.state = TierState::Stalled { since_ns: now_ns(), why };
+        }
+        self.shared.changed.notify_all();
+    }
+}
+
+impl Engine {
+    /// Opens this host's copy of a disk, which it publishes once it runs.
+    pub(crate) fn new(
+        place: &Place,
+        options: TierOptions,
+        open: &OpenOptions,
+        resources: &Arc<Resources>,
+        copy: Copy,
+        mut publisher: Publisher,
+    ) -> Result<(Arc<Disk>, Self)> {
+        publisher.keep(options.epochs);
+        let head = publisher.head();
+        point_at(place, &head.epoch)?;
+        let open = open_options(place, open);
+        let disk = Disk::open(&place.disk(), &open, resources)?;
+        let pin = stand::border(&disk, &place.repository)
+            .map(|(below, _)| stand::pin_of(&**publisher.repository(), head.owner, below));
+        let pin = pin.transpose()?.flatten();
+        if pin.is_none() {
+            let repository = place.repository.display();
+            tracing::error!(%repository, "the pin is gone that keeps what this host's copy stands on: nothing is deleted");
+        }
+        let merger = Merger::new(Ground {
+            repository: publisher.repository().clone(),
+            directory: place.repository.clone(),
+            open: open.clone(),
+            resources: resources.clone(),
+        });
+        let unknown_since = head.epoch.time_ns;
+        let cuts = cuts(disk.path(), &open)?;
+        let is_pending = cuts.iter().any(|cut| cut.number > head.epoch.number);
+        let pending_since_ns = is_pending.then_some(unknown_since);
+        let engine = Engine {
+            shared: Arc::new(Shared::new(place, head)),
+            written: written(&disk),
+            size: cuts.last().map_or(head.epoch.size, |cut| cut.size),
+            dirty_since: disk.has_written().then(|| Moment { ns: unknown_since, ..Moment::now() }),
+            cuts,
+            pending_since_ns,
+            looked: Moment::now(),
+            merger,
+            pin,
+            swept: Instant::now(),
+            pointed: (head.epoch.number, Instant::now()),
+            failures: 0,
+            retry_at: None,
+            place: place.clone(),
+            options,
+            open,
+            resources: resources.clone(),
+            disk: disk.clone(),
+            publisher,
+            _copy: copy,
+        };
+        engine.report();
+        Ok((disk, engine))
+    }
+
+    pub(crate) fn shared(&self) -> Arc<Shared> {
+        self.shared.clone()
+    }
+
+    pub(crate) fn repository(&self) -> Arc<dyn Repository> {
+        self.publisher.repository().clone()
+    }
+
+    pub(crate) fn run(mut self) {
+        while let Some((asked, is_asked)) = self.wait() {
+            self.look();
+            if !is_asked && !self.is_due() {
+                continue;
+            }
+            let passed = self.pass(is_asked.then_some(asked));
+            if passed.is_ok() {
+                self.tidy(is_asked);
+            }
+            if !self.settle(is_asked.then_some(asked), passed) {
+                break;
+            }
+        }
+    }
+
+    /// Waits for orders, or for the next look. Returns how many have asked for a cut, and whether one of them waits; `None` to
+    /// end.
+    fn wait(&self) -> Option<(u64, bool)> {
+        let mut orders = self.shared.orders.lock();
+        let is_asked = |orders: &Orders| orders.asked > orders.done.max(orders.failed.0);
+        if !is_asked(&orders) && !orders.is_stopped {
+            let until_look = (self.options.window / 10).min(LOOK_EVERY);
+            self.shared.changed.wait_for(&mut orders, until_look);
+        }
+        (!orders.is_stopped).then(|| (orders.asked, is_asked(&orders)))
+    }
+
+    /// Looks whether the guest has written.
+    fn look(&mut self) {
+        let before = std::mem::replace(&mut self.looked, Moment::now());
+        if self.dirty_since.is_none() && self.is_dirty() {
+            // Since the last look.
+            self.dirty_since = Some(before);
+        }
+        self.report();
+    }
+
+    fn is_dirty(&self) -> bool {
+        self.disk.has_written() || self.disk.size() != self.size
+    }
+
+    fn is_due(&self) -> bool {
+        match self.retry_at {
+            Some(at) => Instant::now() >= at,
+            None => {
+                self.pending_since_ns.is_some()
+                    || self.is_cut_due()
+                    || self.merger.is_ready()
+                    || self.swept.elapsed() >= SWEEP_EVERY
+            }
+        }
+    }
+
+    fn is_cut_due(&self) -> bool {
+        self.dirty_since.is_some_and(|since| {
+            since.at.elapsed() >= self.options.window
+                || written(&self.disk) - self.written >= self.options.epoch_bytes
+        })
+    }
+
+    /// Publishes what waits, and cuts the disk if that is due, or `asked` for.
+    fn pass(&mut self, asked: Option<u64>) -> Result<()> {
+        if let Some(asked) = asked {
+            let pause = if self.is_dirty() { self.cut()? } else { Duration::ZERO };
+            self.shared.orders.lock().cut = AskedCut { asked, epoch: self.newest(), pause };
+            self.shared.changed.notify_all();
+        }
+        self.publisher.settle()?;
+        self.publish_all()?;
+        if self.is_cut_due() && self.is_dirty() {
+            self.cut()?;
+            self.publish_all()?;
+        }
+        match self.bound() {
+            Err(error) if !matches!(error, Error::Fenced { .. }) => {
+                let disk = self.place.path.display();
+                tracing::warn!(%disk, "its layers in the repository are not merged or deleted: {}", told(&error));
+                Ok(())
+            }
+            bounded => bounded,
+        }
+    }
+
+    /// Bounds what the repository holds: merges layers, and deletes what nobody needs.
+    fn bound(&mut self) -> Result<()> {
+        let merged = self.merge_layers().and_then(|()| self.stand());
+        if merged.is_err() {
+            self.merger.give_up().into_iter().for_each(|id| self.publisher.discard(id));
+        }
+        merged?;
+        if self.pin.is_some() && self.swept.elapsed() >= SWEEP_EVERY {
+            self.swept = Instant::now();
+            let layers = self.publisher.sweep()?;
+            if layers > 0 {
+                let repository = self.publisher.repository().describe();
+                tracing::info!(repository, layers, "deleted what no epoch that is kept needs");
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on merging layers of the repository, and publishes the chain that has come out of it.
+    fn merge_layers(&mut self) -> Result<()> {
+        let head = &self.publisher.head().epoch;
+        let on_host = self.cuts.iter().find(|cut| cut.number == head.number).map(|cut| cut.layer.clone());
+        let Some(top) = head.objects.last() else { return Ok(()) };
+        let state = on_host.unwrap_or_else(|| self.place.repository.join(top.id.layer_name().as_str()));
+        let Some(objects) = self.merger.go_on(&head.objects, state)? else { return Ok(()) };
+        let (before, after) = (head.objects.len(), objects.len());
+        self.publisher.publish(Epoch { objects, ..head.clone() })?;
+        let repository = self.publisher.repository().describe();
+        tracing::info!(repository, before, after, "layers are merged");
+        self.report();
+        Ok(())
+    }
+
+    /// Lets go of layers that are kept for this host's copy alone.
+    fn stand(&mut self) -> Result<()> {
+        let head = &self.publisher.head().epoch;
+        let is_wasteful = |pin: &Pin| stand::is_wasteful(pin, &head.objects);
+        let Some((_, Some(lowest))) = self
+            .pin
+            .as_ref()
+            .filter(|pin| is_wasteful(pin))
+            .and_then(|_| stand::border(&self.disk, &self.place.repository))
+        else {
+            return Ok(());
+        };
+        let repository = &**self.publisher.repository();
+        let pin = stand::pin_for(repository, self.publisher.head().owner, head.number)?;
+        let top = pin.epoch.objects.last().expect("an epoch that was published has a layer");
+        self.disk.rebase(&lowest, &self.place.repository.join(top.id.layer_name().as_str()))?;
+        let before = self.pin.replace(pin);
+        before.map_or(Ok(()), |pin| pin.release(repository))
+    }
+
+    /// What a publication leaves to do.
+    fn tidy(&mut self, is_asked: bool) {
+        let points = is_asked || self.pointed.1.elapsed() >= POINT_EVERY;
+        let pointed = if points { self.point() } else { Ok(()) };
+        if let Err(error) = pointed.and_then(|()| self.merge_published()) {
+            tracing::warn!(disk = %self.place.path.display(), "published, and not tidied up: {}", told(&error));
+        }
+    }
+
+    /// Notes what became of a pass. Returns whether there will be others.
+    fn settle(&mut self, asked: Option<u64>, passed: Result<()>) -> bool {
+        let disk = self.place.path.display();
+        let Err(error) = passed else {
+            let mut orders = self.shared.orders.lock();
+            orders.done = asked.unwrap_or(orders.done);
+            if orders.status.state != TierState::Publishing {
+                tracing::info!(%disk, "published again");
+                orders.status.state = TierState::Publishing;
+            }
+            (self.failures, self.retry_at) = (0, None);
+            self.shared.changed.notify_all();
+            return true;
+        };
+        let why = told(&error);
+        let is_fenced = matches!(error, Error::Fenced { .. });
+        if is_fenced {
+            self.disk.refuse_writes(&why);
+        }
+        let mut orders = self.shared.orders.lock();
+        if orders.is_stopped {
+            return false;
+        }
+        if let Some(asked) = asked {
+            orders.failed = (asked, why.clone());
+        }
+        orders.status.state = match &orders.status.state {
+            _ if is_fenced => TierState::Fenced { why },
+            TierState::Stalled { since_ns, .. } => TierState::Stalled { since_ns: *since_ns, why },
+            _ => {
+                tracing::error!(%disk, "not published, and tried again: {why}");
+                TierState::Stalled { since_ns: now_ns(), why }
+            }
+        };
+        let [first, longest] = RETRY;
+        self.retry_at = Some(Instant::now() + (first * (1 << self.failures.min(10))).min(longest));
+        self.failures += 1;
+        self.shared.changed.notify_all();
+        !is_fenced
+    }
+
+    /// Ships and publishes the epochs of this host that are not published, oldest first.
+    fn publish_all(&mut self) -> Result<()> {
+        let pending: Vec<Cut> = self.pending().cloned().collect();
+        pending.iter().try_for_each(|cut| self.publish(cut))?;
+        self.pending_since_ns = None;
+        self.report();
+        Ok(())
+    }
+
+    fn pending(&self) -> impl Iterator<Item = &Cut> {
+        let published = self.publisher.head().epoch.number;
+        self.cuts.iter().filter(move |cut| cut.number > published)
+    }
+
+    fn publish(&mut self, cut: &Cut) -> Result<()> {
+        let mut objects = self.publisher.head().epoch.objects.clone();
+        if objects.len() == OBJECTS_MAX {
+            return Err(Error::TooManyLayers { repository: self.publisher.repository().describe() });
+        }
+        let (repository, below) = (self.publisher.repository(), objects.last().map(|object| object.id));
+        objects.push(ship_state(&**repository, &cut.layer, below, &self.open, &self.resources)?);
+        let &Cut { number, time_ns, size, .. } = cut;
+        // A head that could not be created may still come to be: the next pass begins with it.
+        self.publisher.publish(Epoch { number, time_ns, size, objects })?;
+        self.report();
+        Ok(())
+    }
+
+    /// Cuts off what was written until now. Returns for how long writes were held.
+    fn cut(&mut self) -> Result<Duration> {
+        let number = self.newest().next();
+        let (written, size, time_ns) = (written(&self.disk), self.disk.size(), now_ns());
+        let (name, labels) = (number.snapshot_name(), Vec::new());
+        let info = SnapshotInfo { name, taken_ns: time_ns, labels, group: None, origin: None };
+        let Taken { layer, pause, .. } = self.disk.snapshot(&info)?;
+        self.cuts.push(Cut { number, layer, time_ns, size });
+        (self.written, self.size) = (written, size);
+        let since_ns = self.dirty_since.take().map_or(time_ns, |since| since.ns);
+        self.pending_since_ns.get_or_insert(since_ns);
+        Ok(pause)
+    }
+
+    /// The newest epoch, on this host or published.
+    fn newest(&self) -> EpochNumber {
+        let published = self.publisher.head().epoch.number;
+        self.cuts.last().map_or(published, |cut| cut.number.max(published))
+    }
+
+    /// Makes the disk's path lead to what is published.
+    fn point(&mut self) -> Result<()> {
+        let epoch = &self.publisher.head().epoch;
+        if self.pointed.0 != epoch.number {
+            point_at(&self.place, epoch)?;
+            self.pointed = (epoch.number, Instant::now());
+        }
+        Ok(())
+    }
+
+    /// Merges published epochs on this host into the newest of them.
+    fn merge_published(&mut self) -> Result<()> {
+        let published = self.cuts.len() - self.pending().count();
+        if published < MERGE_AT || self.merger.is_reading() {
+            return Ok(());
+        }
+        let names = self.cuts[..published - 1].iter().map(|cut| cut.number.snapshot_name());
+        let merged = self.merge(&names.collect::<Vec<_>>());
+        self.cuts = cuts(self.disk.path(), &self.open)?;
+        merged
+    }
+
+    /// Merges snapshots into the layer above them, as far as there is time.
+    fn merge(&self, names: &[String]) -> Result<()> {
+        let selection = Selection::named(self.disk.path(), names, &self.open)?;
+        for range in selection.ranges(self.disk.path(), &self.open)? {
+            let mut merge = Merge::of_disk(&self.disk, range, &MergeOptions::default())?;
+            while let Some(action) = merge.select() {
+                if self.shared.orders.lock().is_stopped {
+                    return Ok(());
+                }
+                merge.apply(action)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Shows what there is to say.
+    fn report(&self) {
+        let active = self.dirty_since.map(|_| self.disk.path());
+        let files = self.pending().map(|cut| &*cut.layer).chain(active);
+        let bytes = files.map(|file| file.metadata().map_or(0, |about| about.blocks() * 512)).sum();
+        let head = self.publisher.head();
+        let status = &mut self.shared.orders.lock().status;
+        status.epoch = head.epoch.number;
+        status.epoch_time_ns = head.epoch.time_ns;
+        status.layers = head.epoch.objects.len();
+        status.unpublished_bytes = bytes;
+        status.unpublished_since_ns = self.pending_since_ns.or(self.dirty_since.map(|since| since.ns));
+    }
+}

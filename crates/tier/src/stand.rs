@@ -1,0 +1,64 @@
+//! What a host's copy of a disk stands on: layers of the repository, which a pin keeps.
+//!
+//! ```text
+//!   repository   base ◄─ 1 ◄─ 2       pinned for the copy         merged: base' ◄─ 7
+//!                             ▲                                                    ▲
+//!   this host                 └─ epochs 3 to 7 ◄─ active layer                     └─ the same epochs: they hide what differs
+//! ```
+//!
+//! The epochs on the host say all that has changed since the copy was made. So they may as well stand on any later state, and do once
+//! the pin keeps much that the newest head does not need.
+//!
+//! Invariant: a pin is made before a layer stands on what it keeps, and released after none does. A killed process leaves a pin too many.
+
+use std::path::{Path, PathBuf};
+
+use vmstrata_disk::Disk;
+use vmstrata_repo::Repository;
+use vmstrata_store::proc::host_name;
+
+use crate::error::Result;
+use crate::head::{EpochNumber, Object, ObjectId, OwnerId};
+use crate::pin::{Pin, Purpose};
+
+/// Bytes that are kept for a copy alone, until it is made to stand on other layers.
+const DEAD_BYTES: u64 = 64 << 20;
+
+/// Pins an epoch for a copy that is about to stand on it.
+pub(crate) fn pin_for(repository: &dyn Repository, owner: OwnerId, epoch: EpochNumber) -> Result<Pin> {
+    Pin::make(repository, Some(epoch), &Purpose::Copy { owner, host: host_name() })
+}
+
+/// The pin of a copy that stands on the layer `below`. Releases the others that it made.
+///
+/// # Errors
+/// As [`Pin::all`].
+pub(crate) fn pin_of(repository: &dyn Repository, owner: OwnerId, below: ObjectId) -> Result<Option<Pin>> {
+    let is_own = |pin: &Pin| matches!(pin.purpose, Purpose::Copy { owner: of, .. } if of == owner);
+    let mut found = None;
+    for pin in Pin::all(repository)?.into_iter().filter(is_own) {
+        if found.is_none() && pin.epoch.objects.last().is_some_and(|top| top.id == below) {
+            found = Some(pin);
+        } else {
+            pin.release(repository)?;
+        }
+    }
+    Ok(found)
+}
+
+/// The layer of the repository that the copy stands on, and the lowest layer of the copy, unless that takes writes.
+pub(crate) fn border(disk: &Disk, repository: &Path) -> Option<(ObjectId, Option<PathBuf>)> {
+    let layers = disk.layers();
+    let own = layers.iter().position(|layer| layer.path.parent() != Some(repository))?;
+    let below = layers[own.checked_sub(1)?].path.file_name()?.to_str().and_then(ObjectId::of)?;
+    Some((below, (own + 1 < layers.len()).then(|| layers[own].path.clone())))
+}
+
+/// Whether a pin keeps much that this chain does not.
+pub(crate) fn is_wasteful(pin: &Pin, chain: &[Object]) -> bool {
+    let stored =
+        |objects: &mut dyn Iterator<Item = &Object>| objects.map(|object| object.stored).sum::<u64>();
+    let live = stored(&mut chain.iter());
+    let is_dead = |object: &&Object| chain.iter().all(|other| other.id != object.id);
+    stored(&mut pin.epoch.objects.iter().filter(is_dead)) >= DEAD_BYTES.max(live / 8)
+}

@@ -1,0 +1,102 @@
+//! The states of a tiered disk that people find by a name: snapshots, and the disk as it was a while ago.
+//!
+//! A snapshot is a pin that has a name. What the disk was like a while ago, its kept heads say.
+
+use std::time::Duration;
+
+use vmstrata_disk::snapshot::SnapshotInfo;
+use vmstrata_repo::Repository;
+
+use crate::error::{Error, Result};
+use crate::head::Epoch;
+use crate::look::states;
+use crate::pin::{Pin, Purpose};
+
+/// The snapshots of a disk, oldest first.
+///
+/// # Errors
+/// As [`Pin::all`].
+pub fn snapshots(repository: &dyn Repository) -> Result<Vec<(SnapshotInfo, Pin)>> {
+    let named = |pin: Pin| match &pin.purpose {
+        Purpose::Snapshot { name, labels } => {
+            let (name, labels, taken_ns) = (name.clone(), labels.clone(), pin.epoch.time_ns);
+            Some((SnapshotInfo { name, labels, taken_ns, ..SnapshotInfo::default() }, pin))
+        }
+        _ => None,
+    };
+    let mut snapshots: Vec<_> = Pin::all(repository)?.into_iter().filter_map(named).collect();
+    snapshots.sort_by_key(|(info, pin)| (pin.epoch.number, info.name.clone()));
+    Ok(snapshots)
+}
+
+/// What the pin of a snapshot is for whose name is free.
+pub(crate) fn name_for(repository: &dyn Repository, info: &SnapshotInfo) -> Result<Purpose> {
+    info.encode()?;
+    let name = info.name.clone();
+    if snapshots(repository)?.iter().any(|(other, _)| other.name == name) {
+        return Err(Error::NameTaken { repository: repository.describe(), name });
+    }
+    Ok(Purpose::Snapshot { name, labels: info.labels.clone() })
+}
+
+/// The state of a name: a snapshot's, or `-30s`, `-10m`, `-2h` for the newest that is as old as that.
+///
+/// # Errors
+/// [`Error::NoState`]; what the repository reports.
+pub fn find_state(repository: &dyn Repository, name: &str, now_ns: u64) -> Result<Epoch> {
+    let missing = |why: String| Error::NoState { repository: repository.describe(), why };
+    if let Some(age) = name.strip_prefix('-') {
+        let age = age_of(age).ok_or_else(|| missing(format!("'{name}' is no age: say -30s, -10m or -2h")))?;
+        let states = states(repository)?;
+        let is_old = |epoch: &Epoch| epoch.time_ns.saturating_add(age.as_nanos() as u64) <= now_ns;
+        let oldest =
+            states.last().map_or(0, |head| now_ns.saturating_sub(head.epoch.time_ns) / 1_000_000_000);
+        let found =
+            states.into_iter().map(|head| head.epoch).filter(|epoch| !epoch.objects.is_empty()).find(is_old);
+        return found.ok_or_else(|| missing(format!("the oldest state that is kept is {oldest} s old")));
+    }
+    let snapshots = snapshots(repository)?;
+    let names: Vec<&str> = snapshots.iter().map(|(info, _)| info.name.as_str()).collect();
+    let none =
+        if names.is_empty() { "it has none".to_owned() } else { format!("it has {}", names.join(", ")) };
+    let found = snapshots.iter().find(|(info, _)| info.name == name);
+    found.map(|(_, pin)| pin.epoch.clone()).ok_or_else(|| missing(format!("no snapshot '{name}': {none}")))
+}
+
+/// So many seconds, minutes or hours.
+fn age_of(text: &str) -> Option<Duration> {
+    let unit = text.chars().last()?;
+    let seconds = match unit {
+        's' => 1,
+        'm' => 60,
+        'h' => 3600,
+        _ => return None,
+    };
+    let count: u64 = text[..text.len() - 1].parse().ok()?;
+    Some(Duration::from_secs(count.checked_mul(seconds).filter(|seconds| *seconds < 1 << 32)?))
+}
+
+/// Takes a snapshot's name away: its state may then be deleted.
+///
+/// # Errors
+/// [`Error::NoState`]; what the repository reports.
+pub fn forget(repository: &dyn Repository, name: &str) -> Result<()> {
+    let found = snapshots(repository)?.into_iter().find(|(info, _)| info.name == name);
+    let missing =
+        || Error::NoState { repository: repository.describe(), why: format!("no snapshot '{name}'") };
+    found.ok_or_else(missing)?.1.release(repository)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_age_is_a_number_and_a_unit() {
+        assert_eq!(age_of("30s"), Some(Duration::from_secs(30)));
+        assert_eq!(age_of("2h"), Some(Duration::from_secs(7200)));
+        for text in ["", "s", "30", "-1s", "1d", "1.5m", "99999999999999999999h", "18446744073709551615h"] {
+            assert_eq!(age_of(text), None, "{text}");
+        }
+    }
+}
