@@ -61,6 +61,7 @@ fn run(mut command: Command) -> anyhow::Result<ExitCode> {
         vmstrata_store::proc::check()?;
     }
     commands::named::find_served(&mut command);
+    let _readings = commands::tiered::prepare(&mut command)?;
     match command {
         Command::Create(args) => commands::create::run(&args),
         Command::Info(args) => commands::info::run(&args),

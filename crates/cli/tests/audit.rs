@@ -95,7 +95,7 @@ const OTHERS: &[&str] = &[
     "completions",
 ];
 /// Their records are looked at where guests and tiered disks are.
-const ELSEWHERE: &[&str] = &["tier takeover", "vm snapshot", "vm restore"];
+const ELSEWHERE: &[&str] = &["tier takeover", "tier pins", "vm snapshot", "vm restore"];
 
 fn leaves(command: &[&str]) -> Vec<String> {
     let below = commands_of(command);

@@ -235,11 +235,7 @@ fn a_disk_that_is_removed_unpublished_says_so_and_is_served_again() {
 fn what_does_not_go_with_tiers_is_refused_by_name() {
     let nas = Nas::new();
     let server = nas.serve("a");
-    for command in [
-        &["snapshot", "create", &nas.path, "--name", "mon"][..],
-        &["job", "flatten", "web"],
-        &["job", "index-build", "web"],
-    ] {
+    for command in [&["job", "flatten", "web"][..], &["job", "index-build", "web"]] {
         let refused = server.ask_err(command.iter().copied());
         assert!(refused.contains("disk 'web' is tiered"), "{command:?}: {refused}");
     }
@@ -250,6 +246,10 @@ fn what_does_not_go_with_tiers_is_refused_by_name() {
     server.ask_ok(["tier", "sync", "web"]);
     nas.assert_published();
     assert!(server.stop().success());
+    for command in [&["resize", &nas.path, "128M"][..], &["snapshot", "create", &nas.path, "--name", "mon"]] {
+        let refused = run_err(1, command.iter().copied());
+        assert!(refused.contains("is a tiered disk"), "{refused}");
+    }
     for (keys, why) in [
         ("read-only", "'read-only' does not go with 'tier'"),
         ("window=601", "'window' is 1 to 600 seconds, not 601"),
@@ -275,4 +275,51 @@ fn a_server_that_replaces_another_goes_on_with_what_is_not_published() {
     second.ask_ok(["tier", "sync", "web", "--control", control]);
     nas.assert_published();
     assert!(second.stop().success());
+}
+
+#[test]
+fn snapshots_of_a_tiered_disk_are_states_in_its_repository() {
+    let nas = Nas::new();
+    let server = nas.serve("a");
+    nas.write(&server, "write -P 1 0 1M");
+    let said = server.ask_ok(["snapshot", "create", &nas.path, "--name", "mon", "--label", "job=nightly"]);
+    assert!(said.contains("web.qcow2.tier/") && said.contains("writes held"), "{said}");
+    let again = server.ask_err(["snapshot", "create", &nas.path, "--name", "mon"]);
+    assert!(again.contains("'mon' is there already"), "{again}");
+    let monday = nas.images.name("monday.qcow2");
+    fs::copy(&nas.model, &monday).unwrap();
+    nas.write(&server, "write -P 2 512k 1M");
+    server.ask_ok(["tier", "sync", "web"]);
+
+    let listed = run_json(["snapshot", "list", &nas.path, "--json"]);
+    let [row] = &listed["snapshots"].as_array().unwrap()[..] else { panic!("{listed}") };
+    assert_eq!((&row["name"], &row["epoch"]), (&"mon".into(), &2.into()));
+    assert_eq!(row["labels"]["job"], "nightly");
+    assert!(run_ok(["snapshot", "list", &nas.path]).contains("job=nightly"));
+    let state = format!("{}@mon", nas.path);
+    assert!(run_ok(["snapshot", "show", &state]).contains("epoch 2"));
+    let changed = run_ok(["diff", &state, &nas.path]);
+    assert!(changed.contains("1.0 MiB") || changed.contains("1 MiB"), "{changed}");
+    let [clone, backup] = ["clone.qcow2", "backup.qcow2"].map(|name| nas.images.name(name));
+    run_ok(["snapshot", "clone", &state, "-o", &clone]);
+    run_ok(["backup", &state, "-o", &backup]);
+    let missing = run_err(1, ["map", &format!("{}@tue", nas.path)]);
+    assert!(missing.contains("no snapshot 'tue': it has mon"), "{missing}");
+    run_ok(["map", &format!("{}@-0s", nas.path)]);
+
+    let lost = server.ask_err(["snapshot", "revert", &nas.path, "mon"]);
+    assert!(lost.contains("as a branch"), "{lost}");
+    let said = server.ask_ok(["snapshot", "revert", &nas.path, "mon", "--yes"]);
+    assert!(said.contains(".branch-"), "{said}");
+    fs::copy(&monday, &nas.model).unwrap();
+    nas.write(&server, "write -P 3 8M 64k");
+    server.ask_ok(["tier", "sync", "web"]);
+    nas.assert_published();
+    assert!(run_ok(["snapshot", "delete", &nas.path, "mon", "--dry-run"]).contains("would be"));
+    run_ok(["snapshot", "delete", &state]);
+    assert!(run_ok(["snapshot", "list", &nas.path]).contains("no snapshots"));
+    for copy in [&clone, &backup] {
+        tool_ok("qemu-img", ["compare", copy, &monday]);
+    }
+    assert!(server.stop().success());
 }

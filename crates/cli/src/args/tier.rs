@@ -35,6 +35,12 @@ at its next try, and keeps what it had not published. A copy that this host has 
 Then serve the disk: vmstrata serve --disk path=/mnt/nas/vms/web.qcow2,tier=/var/lib/vmstrata"
     )]
     Takeover(TakeoverArgs),
+    /// Show what keeps states of a disk in its repository, or release what a lost host or a killed command has left there
+    #[command(
+        after_help = "Examples:\n  vmstrata tier pins /mnt/nas/vms/web.qcow2\n  vmstrata tier pins /mnt/nas/vms/web.qcow2 --release 18fae2b06f0e9d41c1f6f8a97b1c22aa --yes\n\n\
+A copy's pin is what that copy stands on: release it only if the host, or its directory, is gone for good. The layers go ten minutes later."
+    )]
+    Pins(PinsArgs),
 }
 
 const HELP: &str = "\
@@ -54,6 +60,22 @@ pub struct TierDiskArgs {
     /// The server that may be serving it.
     #[command(flatten)]
     pub server: ControlArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `vmstrata tier pins`
+#[derive(Debug, Args)]
+pub struct PinsArgs {
+    /// The disk's path
+    pub disk: PathBuf,
+    /// Release the pin with this id
+    #[arg(long, value_name = "ID")]
+    pub release: Option<String>,
+    /// Do it: nothing reads what it keeps
+    #[arg(long, requires = "release")]
+    pub yes: bool,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

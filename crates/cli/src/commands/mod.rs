@@ -22,6 +22,7 @@ pub mod states;
 pub mod status;
 pub mod survey;
 pub mod tier;
+pub mod tiered;
 pub mod top;
 pub mod vm;
 

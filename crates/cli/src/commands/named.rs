@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use vmstrata_api::{DiskList, DiskStatus};
-use vmstrata_disk::snapshot::{split_state, state_of};
 use vmstrata_types::path_from_text;
 
 use super::snapshot::live::is_file_of;
+use super::tiered::{joined, split};
 use crate::args::{Command, ControlArgs, IndexCommand, SnapshotCommand, TierCommand};
 use crate::client::Client;
 
@@ -23,7 +23,7 @@ pub fn find_served(command: &mut Command) {
 }
 
 /// The arguments of a command that are disks, or their states, and the server that may be serving them.
-fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs)> {
+pub fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs)> {
     let any = ControlArgs::of_environment;
     Some(match command {
         Command::Info(args) => (vec![&mut args.file], any()),
@@ -41,7 +41,7 @@ fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs)> {
             TierCommand::Status(args) | TierCommand::Sync(args) => {
                 (vec![&mut args.disk], args.server.clone())
             }
-            TierCommand::Takeover(_) => return None,
+            TierCommand::Takeover(_) | TierCommand::Pins(_) => return None,
         },
         Command::Index(args) => match &mut args.command {
             IndexCommand::Build(args) => (vec![&mut args.disk], args.server.clone()),
@@ -73,8 +73,8 @@ fn path_of(argument: &Path, server: &ControlArgs) -> Option<PathBuf> {
     if let Some(disk) = of_name(argument) {
         return Some(path_from_text(&disk.path));
     }
-    let (disk, snapshot) = split_state(argument).filter(|(disk, _)| is_name(disk))?;
-    Some(state_of(&path_from_text(&of_name(disk)?.path), snapshot))
+    let (disk, state) = split(argument).filter(|(disk, _)| is_name(disk))?;
+    Some(joined(&path_from_text(&of_name(disk)?.path), state))
 }
 
 /// What the server calls the disk that `argument` names, or whose path it is; the argument itself if it knows no such disk.

@@ -23,7 +23,7 @@ use crate::args::{
 };
 use crate::attach::absolute;
 use crate::audit::{self, What};
-use crate::commands::gc;
+use crate::commands::{gc, tiered};
 use crate::output::{Table, answer, counted, print, print_json};
 use crate::units::short_size;
 use report::{Cloned, Listed, Reverted, Row, Taken, TakenOne};
@@ -128,6 +128,9 @@ pub fn take(
 }
 
 fn run_delete(args: &SnapshotDeleteArgs) -> Result<()> {
+    if let Some(repository) = tiered::repository_at(&args.disk)? {
+        return tiered::delete(args, repository);
+    }
     match live::Live::find(std::slice::from_ref(&args.disk), &args.access.server)? {
         live if args.dry_run => super::merge::foresee_delete(args, live.is_some()),
         Some(live) => live.delete(args),
@@ -156,6 +159,9 @@ fn described(args: &SnapshotCreateArgs, taken_ns: u64) -> SnapshotInfo {
 }
 
 fn run_list(args: &SnapshotListArgs) -> Result<()> {
+    if let Some(repository) = tiered::repository_at(&args.disk)? {
+        return tiered::list(args, repository);
+    }
     let snapshots = list(&args.disk, &args.common.open())?;
     let left = args.all.then(|| gc::left_over(&args.disk, &args.common)).transpose()?;
     if args.common.json {
@@ -181,6 +187,9 @@ fn warn(snapshot: &Snapshot) {
 }
 
 fn run_show(args: &SnapshotShowArgs) -> Result<()> {
+    if let Some(repository) = tiered::repository_at(&args.disk)? {
+        return tiered::show(args, repository);
+    }
     let found = find(&args.disk, &args.name, &args.common.open())?;
     answer(args.common.json, &Row::new(&found), || report::show(&found))
 }
@@ -231,6 +240,13 @@ fn run_revert(args: &SnapshotRevertArgs) -> Result<()> {
 
 /// Says what going back would cost.
 fn refuse_to_lose(args: &SnapshotRevertArgs) -> Result<()> {
+    if tiered::repository_at(&args.disk)?.is_some() {
+        bail!(
+            "{}: going back to {} puts what was written since then aside, as a branch on this host: add --yes",
+            args.disk.display(),
+            args.name
+        );
+    }
     let snapshots = list(&args.disk, &args.access.common.open())?;
     let found = find(&args.disk, &args.name, &args.access.common.open())?;
     let newest = snapshots.first().and_then(Snapshot::name).unwrap_or("its newest layer");
@@ -252,6 +268,9 @@ fn refuse_to_lose(args: &SnapshotRevertArgs) -> Result<()> {
 fn run_clone(args: &SnapshotCloneArgs) -> Result<()> {
     let state = format!("{}@{}", absolute(&args.disk), args.name);
     let layer = audit::change(audit::of("snapshot_clone", [&args.output]).object(state), |_| {
+        if let Some(repository) = tiered::repository_at(&args.disk)? {
+            return tiered::clone(args, repository);
+        }
         let open = OpenOptions { subclusters: !args.overlay.no_subclusters, ..args.common.open() };
         let cloned = snapshot::clone(&args.disk, &args.name, &args.output, &open);
         cloned.map_err(|error| match error.kind() {

@@ -29,6 +29,7 @@ pub fn run(args: &TierArgs) -> Result<ExitCode> {
         TierCommand::Status(args) => status(args)?,
         TierCommand::Sync(args) => sync(args)?,
         TierCommand::Takeover(args) => take_over(args)?,
+        TierCommand::Pins(args) => super::tiered::pins(args)?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -14,8 +14,9 @@
 use std::sync::Arc;
 
 use vmstrata_api::{Event, RevertSpec, SnapshotReverted};
-use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions};
+use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, now_ns};
 use vmstrata_disk::{Disk, OpenOptions};
+use vmstrata_tier::{Place, find_state, revert};
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::disks::close_and_release;
@@ -24,7 +25,7 @@ use super::reconcile::Wait;
 use super::users::PATIENCE;
 use super::{Host, Phase, Table};
 use crate::error::Error;
-use crate::spec::{DiskSpec, ExportSpec, check_path};
+use crate::spec::{DiskSpec, ExportSpec, TierSpec, check_path};
 
 impl Host {
     /// Makes a disk that nobody uses what it was at a snapshot.
@@ -36,10 +37,12 @@ impl Host {
         let (_change, table) = self.begin_change()?;
         asked.keep.as_deref().map_or(Ok(()), |keep| check_path("keep", keep))?;
         let (spec, disk) = table.serving(name)?;
-        spec.refuse_if_tiered("snapshots")?;
         let (spec, path, is_read_only) = (spec.clone(), disk.path().to_owned(), disk.is_read_only());
         table.check_idle(name)?;
         drop(table);
+        if let Some(tier) = &spec.tier {
+            return self.revert_tiered(&spec, tier, asked);
+        }
         let open = self.open_options(&spec);
         let (format, subclusters) = (open.format, open.subclusters);
         let prepare = PrepareOptions { format, subclusters, ..PrepareOptions::default() };
@@ -62,6 +65,41 @@ impl Host {
             snapshot: asked.snapshot,
             layer: path_to_text(&reverted.layer),
             dropped_layers: dropped.collect(),
+        })
+    }
+
+    /// The same of a tiered disk: its state becomes its next epoch.
+    fn revert_tiered(
+        &self,
+        spec: &DiskSpec,
+        tier: &TierSpec,
+        asked: RevertSpec,
+    ) -> Result<SnapshotReverted, Error> {
+        let name = &spec.name;
+        if asked.keep.is_some() {
+            return Err(Error::Tiered {
+                name: name.clone(),
+                what: "keep: what it was until now becomes a branch",
+            });
+        }
+        let place = Place::of(&spec.path, &tier.dir)?;
+        if let Some(repository) = place.open_repository()? {
+            find_state(&*repository, &asked.snapshot, now_ns())?;
+        }
+        let disk = self.take_out(name)?;
+        self.end_tier(name);
+        let open = self.open_options(spec);
+        let reverted = close_and_release(name, disk)
+            .and_then(|()| Ok(revert(&place, &asked.snapshot, &open, &self.resources)?));
+        let back = self.put_back(spec);
+        let aside = reverted?;
+        back?;
+        self.tell(Event::SnapshotReverted { disk: name.clone(), snapshot: asked.snapshot.clone() });
+        Ok(SnapshotReverted {
+            disk: name.clone(),
+            snapshot: asked.snapshot,
+            layer: path_to_text(&place.disk()),
+            dropped_layers: vec![path_to_text(&aside)],
         })
     }
 

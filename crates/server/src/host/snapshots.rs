@@ -2,14 +2,17 @@
 //! on a thread of its own, or by the next change of the disk.
 
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use vmstrata_api::{Event, Quiesce, SnapshotLayer, SnapshotSpec, SnapshotTaken};
 use vmstrata_disk::snapshot::{SnapshotInfo, now_ns};
 use vmstrata_disk::{Disk, Taken, Together};
+use vmstrata_tier::Tiered;
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::quiesce::{WithAgent, longest_label, quiesce};
 use super::retention::Due;
+use super::tier::SYNC_PATIENCE;
 use super::users::Lent;
 use super::{Host, Table};
 use crate::agent::Patience;
@@ -30,20 +33,19 @@ impl Host {
     }
 
     fn take_snapshot(&self, asked: SnapshotSpec) -> Result<SnapshotTaken, Error> {
-        let (_change, table) = self.begin_change()?;
+        let (change, table) = self.begin_change()?;
         check_disks(&asked.disks)?;
         asked.agent.as_deref().map_or(Ok(()), |agent| check_path("agent", agent))?;
         let (disks, agents) = table.with_agents(&asked)?;
+        let tier = table.tier_of(&asked.disks)?;
         drop(table);
-        let default = if asked.agent.is_some() { Quiesce::Always } else { Quiesce::Auto };
-        let how = asked.quiesce.unwrap_or(default);
-        let info = |label: Option<(String, String)>| SnapshotInfo {
-            name: asked.name.clone(),
-            taken_ns: asked.taken_ns.unwrap_or_else(now_ns),
-            labels: asked.labels.clone().into_iter().chain(label).collect(),
-            group: asked.group.clone(),
-            origin: None,
-        };
+        let how = how(&asked);
+        let info = |label| info(&asked, label);
+        if let Some(tier) = tier {
+            // A repository may take its time, in which other changes go on.
+            drop((change, disks));
+            return self.take_tiered(asked, &tier, &agents);
+        }
         let all: Vec<&Disk> = disks.iter().map(|disk| &***disk).collect();
         // Guests stand still for the cut alone: whatever else has to be waited for is waited for before, and what can be refused is.
         let together = Together::of(&all);
@@ -73,13 +75,69 @@ impl Host {
     }
 }
 
+/// Whether guests are to stand still.
+fn how(asked: &SnapshotSpec) -> Quiesce {
+    asked.quiesce.unwrap_or(if asked.agent.is_some() { Quiesce::Always } else { Quiesce::Auto })
+}
+
+/// What is said of the snapshot, with a label of the guests that stood still.
+fn info(asked: &SnapshotSpec, label: Option<(String, String)>) -> SnapshotInfo {
+    SnapshotInfo {
+        name: asked.name.clone(),
+        taken_ns: asked.taken_ns.unwrap_or_else(now_ns),
+        labels: asked.labels.clone().into_iter().chain(label).collect(),
+        group: asked.group.clone(),
+        origin: None,
+    }
+}
+
+impl Host {
+    /// A snapshot of a tiered disk is there when it is published.
+    fn take_tiered(
+        &self,
+        asked: SnapshotSpec,
+        tier: &Tiered,
+        agents: &[WithAgent],
+    ) -> Result<SnapshotTaken, Error> {
+        let how = how(&asked);
+        let mut quiesced = quiesce(agents, how, Patience::default(), &self.guards)?;
+        let info = info(&asked, quiesced.label());
+        let mut thawed = None;
+        let taken =
+            tier.snapshot(&info, Instant::now() + SYNC_PATIENCE, || thawed = Some(quiesced.thaw(how)));
+        let thawed = thawed.unwrap_or_else(|| quiesced.thaw(how));
+        let taken = taken?;
+        let [disk] = &asked.disks[..] else { unreachable!("one that is tiered goes alone") };
+        self.tell(Event::SnapshotTaken { disk: disk.clone(), snapshot: info.name.clone() });
+        let layer = SnapshotLayer { disk: disk.clone(), layer: path_to_text(&taken.layer), was_raw: false };
+        thawed?;
+        Ok(SnapshotTaken {
+            pause_us: u64::try_from(taken.pause.as_micros()).unwrap_or(u64::MAX),
+            quiesced: quiesced.is_quiesced(),
+            not_quiesced_because: quiesced.why_not,
+            disks: vec![layer],
+            name: info.name,
+        })
+    }
+}
+
 impl Table {
+    /// What publishes the disk of a snapshot, if it is a tiered one, which goes alone.
+    fn tier_of(&self, names: &[String]) -> Result<Option<Arc<Tiered>>, Error> {
+        let tiered = names.iter().find_map(|name| Some((name, self.entry(name)?.tier.clone()?)));
+        match tiered {
+            Some((name, _)) if names.len() > 1 => {
+                Err(Error::Tiered { name: name.clone(), what: "snapshots of several disks" })
+            }
+            tiered => Ok(tiered.map(|(_, tier)| tier)),
+        }
+    }
+
     /// The disks of a snapshot, and the agents of their guests.
     fn with_agents(&self, asked: &SnapshotSpec) -> Result<(Vec<Lent>, Vec<WithAgent>), Error> {
         let of_all = asked.agent.as_deref().map(path_from_text);
         let served = |name: &String| {
             let (spec, disk) = self.lend(name, "having a snapshot taken")?;
-            spec.refuse_if_tiered("snapshots")?;
             let agent = of_all.as_ref().or(spec.agent.as_ref());
             Ok((disk, (name.clone(), agent.cloned())))
         };

@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::spec::{DiskSpec, TierSpec};
 
 /// How long a request to publish may take. What it began goes on.
-const SYNC_PATIENCE: Duration = Duration::from_secs(600);
+pub(super) const SYNC_PATIENCE: Duration = Duration::from_secs(600);
 /// How long a disk that is removed may take to be published.
 const LAST_PATIENCE: Duration = Duration::from_secs(60);
 /// How long to wait for an engine that does not publish any more.
