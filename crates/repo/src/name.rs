@@ -46,7 +46,10 @@ impl ObjectName {
     }
 
     /// Refuses a name that the objects of a repository with this rule do not have.
-    pub(crate) fn check(&self, rule: NameRule) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// `InvalidInput`.
+    pub fn check(&self, rule: NameRule) -> io::Result<()> {
         if rule(self.as_str()) {
             return Ok(());
         }

@@ -172,7 +172,10 @@ fn unsupported(repository: &(impl Repository + ?Sized), action: &'static str) ->
 
 impl Capabilities {
     /// Refuses more copies than the repository keeps.
-    pub(crate) fn check_copies(self, copies: u8) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// `Unsupported`, also for none.
+    pub fn check_copies(self, copies: u8) -> io::Result<()> {
         if (1..=self.max_copies).contains(&copies) {
             return Ok(());
         }
