@@ -8,13 +8,14 @@ mod file;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use vmstrata_store::{CacheMode, Gate};
 use vmstrata_types::MAX_LAYERS;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Format;
-use crate::opener::{Opener, Role, directory_of};
+use crate::opener::{LocalFiles, Opener, Role, directory_of};
 
 pub(crate) use crate::head::{
     Qcow2Head, backing_of, backing_text, described_backing, has_magic, image_format, plain_name, probe,
@@ -47,6 +48,8 @@ pub struct OpenOptions {
     pub unflushed: Unflushed,
     /// Whether new overlays of the disk have subclusters. An overlay on a version 2 image never has them.
     pub subclusters: bool,
+    /// What opens files of its chain that are only looked at. Where that is not [`LocalFiles`], the disk's resources have the same.
+    pub opener: Arc<dyn Opener>,
 }
 
 /// What becomes of a request that writes nothing but zeros to at least one whole cluster, by the names of QEMU's option.
@@ -108,6 +111,7 @@ impl Default for OpenOptions {
             detect_zeroes: DetectZeroes::Off,
             unflushed: Unflushed::Keep,
             subclusters: true,
+            opener: Arc::new(LocalFiles),
         }
     }
 }

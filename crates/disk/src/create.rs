@@ -77,16 +77,25 @@ impl Default for CreateOptions {
 /// file that cannot be read, is not of the format said, or stands on the very file that is to be replaced; no size;
 /// options that the format does not allow; whatever the host reports. `path` is then as it was.
 pub fn create(path: &Path, options: &CreateOptions) -> Result<()> {
-    make(path, options).map_err(|error| error.in_file(path))
+    create_on(path, options, &LocalFiles)
 }
 
-fn make(path: &Path, options: &CreateOptions) -> Result<()> {
+/// As [`create`], on a backing file that is opened by `opener`.
+///
+/// # Errors
+/// As there.
+pub fn create_on(path: &Path, options: &CreateOptions, opener: &dyn Opener) -> Result<()> {
+    make(path, options, opener).map_err(|error| error.in_file(path))
+}
+
+fn make(path: &Path, options: &CreateOptions, opener: &dyn Opener) -> Result<()> {
     // Held until the new image has taken the old one's place.
     let replaced = take_place(path, options.force)?;
     let mut size = options.size;
     let mut backing = None;
     if let Some((name, format)) = &options.backing {
-        let size_below = check_backing(path, name, *format, replaced.as_ref().map(|(_, id)| *id))?;
+        let size_below =
+            check_backing((path, opener), (name, *format), replaced.as_ref().map(|(_, id)| *id))?;
         size = size.or(Some(size_below));
         let name = name.as_os_str().as_bytes().to_vec();
         backing = Some(NewBacking { name, format: Some(format.to_string()) });
@@ -161,13 +170,17 @@ fn lock_existing(path: &Path) -> Result<Replaced> {
 }
 
 /// Opens the backing file; returns its virtual size in bytes.
-fn check_backing(path: &Path, name: &Path, format: Format, replaced: Option<FileId>) -> Result<u64> {
+fn check_backing(
+    (path, opener): (&Path, &dyn Opener),
+    (name, format): (&Path, Format),
+    replaced: Option<FileId>,
+) -> Result<u64> {
     // Any bytes are a raw disk, also those of a qcow2 image.
     let named = Described { format: Some(format), ..resolve(path, name)? };
-    let top = open_described(&named, Role::Inspected, &Gate::unrestricted(), &LocalFiles)?;
+    let top = open_described(&named, Role::Inspected, &Gate::unrestricted(), opener)?;
     top.check_state()?;
     if let Some(replaced) = replaced {
-        refuse_loop(named.path, &top.opened, top.head, replaced)?;
+        refuse_loop(named.path, &top.opened, (top.head, opener), replaced)?;
     }
     Ok(top.size)
 }
@@ -180,7 +193,7 @@ fn resolve(path: &Path, name: &Path) -> Result<Described> {
 fn refuse_loop(
     mut path: PathBuf,
     opened: &Opened,
-    mut head: Option<Qcow2Head>,
+    (mut head, opener): (Option<Qcow2Head>, &dyn Opener),
     replaced: FileId,
 ) -> Result<()> {
     let mut id = opened.identity.file;
@@ -191,7 +204,7 @@ fn refuse_loop(
         let Some(name) = head.take().and_then(|head| head.backing_name) else { return Ok(()) };
         let Ok(below) = resolve_name(&path, &name) else { return Ok(()) };
         path = below.path;
-        let Ok(opened) = LocalFiles.open(&path, Role::Inspected, &Gate::unrestricted()) else {
+        let Ok(opened) = opener.open(&path, Role::Inspected, &Gate::unrestricted()) else {
             return Ok(());
         };
         id = opened.identity.file;

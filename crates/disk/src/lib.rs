@@ -93,7 +93,7 @@ pub use active::Mismatch;
 pub use atomic_file::AtomicFile;
 pub use chain::{DetectZeroes, OpenOptions, Unflushed};
 pub use check::{CheckOptions, check};
-pub use create::{CreateOptions, create};
+pub use create::{CreateOptions, create, create_on};
 pub use disk::{
     AttachedWriter, Disk, HasWriter, Indexing, ResizeFault, Resized, Shrink, Taken, Together,
     snapshot_together,

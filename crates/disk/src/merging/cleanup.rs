@@ -29,7 +29,7 @@ use super::remove::{Dropped, Removal, Wanted, remove};
 use crate::atomic_file::{flush_directory, flush_file};
 use crate::chain::OpenOptions;
 use crate::error::Result;
-use crate::opener::{LocalFiles, directory_of};
+use crate::opener::directory_of;
 use crate::refs::{self, ChainFile, Kept, LocalHolders, Users, back_refs};
 
 /// Notes that these files go once `target` does not stand on them any more, as far as they lie beside the disk.
@@ -139,7 +139,7 @@ pub(crate) fn sweep(disk: &Path, open: &OpenOptions, here: LocalHolders<'_>) {
 
 /// The files that are still what they were and that the disk does not stand on, for good: newest first; and what it stands on.
 fn left(disk: &Path, note: &Intents, open: &OpenOptions) -> Result<(Vec<Dropped>, Vec<ChainFile>)> {
-    let chain = refs::chain_files(disk, open, &LocalFiles)?;
+    let chain = refs::chain_files(disk, open, &*open.opener)?;
     let mut left = find(&directory_of(disk), &note.files);
     left.retain(|dropped| chain.iter().all(|link| link.file != dropped.file));
     let target = chain.iter().find(|link| (link.file.dev, link.file.ino) == note.target);

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use super::remove::{Wanted, dropped, foresee};
 use super::{MergeOptions, MergeRange};
 use crate::error::{Error, Result};
-use crate::opener::LocalFiles;
 use crate::refs::{Kept, LocalHolders, Users, allocated_bytes, chain_files, layers_of_others};
 
 /// A layer that would go.
@@ -37,7 +36,7 @@ impl Forecast {
     /// # Errors
     /// What would refuse it before anything is copied; a chain that cannot be read.
     pub fn of(disk: &Path, ranges: &[MergeRange], options: &MergeOptions, is_served: bool) -> Result<Self> {
-        let chain = chain_files(disk, &options.open, &LocalFiles)?;
+        let chain = chain_files(disk, &options.open, &*options.open.opener)?;
         let Some(first) = ranges.iter().map(|range| range.first.index()).min() else {
             return Ok(Self::default());
         };

@@ -30,7 +30,7 @@ use crate::atomic_file::flush_directory;
 use crate::chain::OpenOptions;
 use crate::error::{IoContext as _, Result};
 use crate::names::stem;
-use crate::opener::{LocalFiles, directory_of};
+use crate::opener::directory_of;
 use crate::refs::{ChainFile, Kept, LocalHolders, Users, allocated_bytes, chain_files};
 use crate::snapshots::lock_if_free;
 
@@ -135,7 +135,7 @@ struct Search {
 
 impl Search {
     fn begin(disk: &Path, open: &OpenOptions) -> Result<Self> {
-        let chain = match chain_files(disk, open, &LocalFiles) {
+        let chain = match chain_files(disk, open, &*open.opener) {
             Ok(chain) => chain,
             // A disk that is gone stands on nothing.
             Err(_) if is_gone(disk) => Vec::new(),

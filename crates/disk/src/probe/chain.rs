@@ -52,7 +52,7 @@ pub struct LayerHead {
 /// As [`crate::Disk::open`], but for locks.
 pub fn probe_chain(path: &Path, options: &OpenOptions) -> Result<Vec<LayerHead>> {
     let roles = Roles { top: Role::Inspected, below: Role::Inspected };
-    let (top, below) = walk(path, options, roles, &LocalFiles, head_of)?;
+    let (top, below) = walk(path, options, roles, &*options.opener, head_of)?;
     let mut heads = below.into_iter().collect::<Result<Vec<_>>>()?;
     heads.push(whole_head_of(top)?);
     Ok(heads)
@@ -73,7 +73,7 @@ pub fn check_locks(path: &Path, options: &OpenOptions, passes: impl Fn(FileId) -
         check_free(fd, &file.path, kind).map_err(|error| FileError::from(error).into())
     };
     let roles = Roles { top: Role::Inspected, below: Role::Inspected };
-    let (top, below) = walk(path, options, roles, &LocalFiles, |layer| check(&layer, LockKind::Frozen))?;
+    let (top, below) = walk(path, options, roles, &*options.opener, |layer| check(&layer, LockKind::Frozen))?;
     below.into_iter().collect::<Result<()>>()?;
     check(&top, if options.read_only { LockKind::Frozen } else { LockKind::Active })
 }

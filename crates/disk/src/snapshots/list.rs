@@ -11,7 +11,7 @@ use vmstrata_store::FileId;
 
 use super::fault::SnapshotFault;
 use crate::chain::{OpenOptions, Roles, Top, is_being_dropped, open_layer, walk};
-use crate::error::{IoContext as _, Result};
+use crate::error::{Error, Result};
 use crate::layer::Format;
 use crate::names::disk_name;
 use crate::opener::{LocalFiles, Role};
@@ -64,7 +64,7 @@ impl Snapshot {
 /// As [`crate::probe_chain`].
 pub fn list(path: &Path, options: &OpenOptions) -> Result<Vec<Snapshot>> {
     let roles = Roles { top: Role::Inspected, below: Role::Inspected };
-    let (top, mut layers) = walk(path, options, roles, &LocalFiles, Seen::of)?;
+    let (top, mut layers) = walk(path, options, roles, &*options.opener, Seen::of)?;
     layers.push(Seen::of(top));
     layers.reverse();
     let (mut origin, mut owner) = (None, None);
@@ -96,6 +96,8 @@ struct Seen {
     is_being_dropped: bool,
     /// Its path names more than the layer: it is no snapshot, which has a file of its own.
     is_part: bool,
+    /// Bytes of it may be elsewhere, and so may all of it.
+    is_elsewhere: bool,
 }
 
 impl Seen {
@@ -104,7 +106,9 @@ impl Seen {
         let is_being_dropped = is_being_dropped(&file.path, file.head.as_ref());
         let record = file.head.and_then(|head| head.snapshot);
         let (file_id, is_part) = (file.opened.identity.file, file.window.is_some());
-        Self { file: file_id, path: file.path, format, size: file.size, record, is_being_dropped, is_part }
+        let is_elsewhere = file.opened.store.fetch().is_some();
+        let (path, size) = (file.path, file.size);
+        Self { file: file_id, path, format, size, record, is_being_dropped, is_part, is_elsewhere }
     }
 }
 
@@ -125,7 +129,12 @@ fn snapshot(
     seen: &Seen,
 ) -> Result<Snapshot> {
     use std::os::unix::fs::MetadataExt;
-    let metadata = seen.path.metadata().while_trying("examine").map_err(|e| e.in_file(&seen.path))?;
+    let allocated_bytes = match seen.path.metadata() {
+        // st_blocks counts 512 bytes whatever the file system's block is.
+        Ok(metadata) => metadata.blocks() * 512,
+        Err(_) if seen.is_elsewhere => 0,
+        Err(error) => return Err(Error::io("examine", error).in_file(&seen.path)),
+    };
     let (info, damage) = match record {
         None | Some(Ok(LayerRecord::Foreign(_))) => (None, None),
         Some(Ok(LayerRecord::Snapshot(info))) => (Some(info), None),
@@ -142,8 +151,7 @@ fn snapshot(
         depth,
         number,
         virtual_size: seen.size,
-        // st_blocks counts 512 bytes whatever the file system's block is.
-        allocated_bytes: metadata.blocks() * 512,
+        allocated_bytes,
         is_being_deleted: seen.is_being_dropped,
     })
 }

@@ -14,7 +14,6 @@ use std::path::{Path, PathBuf};
 use super::fault::SnapshotFault;
 use crate::chain::OpenOptions;
 use crate::error::{ErrorKind, Result};
-use crate::opener::LocalFiles;
 use crate::refs::{ChainFile, LocalHolders, Users, chain_files};
 
 /// Images that stand on a disk's active file, of which the caller has the writer's lock.
@@ -29,7 +28,7 @@ impl StoodOn {
     /// # Errors
     /// A chain that cannot be read.
     pub(crate) fn find(disk: &Path, open: &OpenOptions) -> Result<Self> {
-        let mut chain = chain_files(disk, open, &LocalFiles)?;
+        let mut chain = chain_files(disk, open, &*open.opener)?;
         let active = chain.pop().expect("a chain has its top");
         let users = Users::standing_on(std::slice::from_ref(&active), disk, open);
         Ok(Self { active, users })
