@@ -1,7 +1,7 @@
 //! An ordinary image becomes the first layer in a repository, and its path an overlay on the newest.
 //!
 //! Nothing is copied: the image gets a second name, in the repository, and is read once for its digest. Its first name leads to it
-//! until an overlay takes its place.
+//! until an overlay takes its place. Where the repository is no directory, the image is shipped, and stays what it is.
 
 use std::fs::{self, Permissions};
 use std::os::unix::ffi::OsStrExt as _;
@@ -18,6 +18,7 @@ use vmstrata_qcow2::{CreateError, CreateOptions, Incompatible, NewBacking};
 use vmstrata_repo::Repository;
 use vmstrata_store::FileId;
 
+use crate::dense::ship_state;
 use crate::error::{Error, Result};
 use crate::head::{Epoch, EpochNumber, ObjectId};
 use crate::object::adopt;
@@ -54,7 +55,7 @@ fn why_not(head: &LayerHead) -> Option<String> {
     (header.crypt_method != 0).then(|| "it is encrypted".to_owned())
 }
 
-/// Gives the image at the disk's path a name in the repository. Returns the epoch that it is, and what keeps others from writing it.
+/// Gives the image at the disk's path a name in the repository, or ships it where that is no directory. Returns the epoch that it is, and what keeps others from writing it.
 ///
 /// # Errors
 /// An image that cannot become a layer, or that is in use; whatever the host reports.
@@ -72,12 +73,18 @@ pub(crate) fn attach(
     Disk::open(path, &open, resources)?.close()?;
     // Keeps out other writers.
     let held = Disk::open(path, &OpenOptions { read_only: true, ..open }, resources)?;
-    let (id, in_file) = (ObjectId::draw(), |action| Error::of_file(path, action));
-    fs::hard_link(path, place.repository.join(id.layer_name().as_str()))
-        .and_then(|()| sync_directory(&place.repository))
-        .map_err(in_file("name it in its repository"))?;
-    let (number, objects) = (EpochNumber::NONE.next(), vec![adopt(repository, id)?]);
-    Ok((Epoch { number, time_ns: now_ns(), size: held.size(), objects }, held))
+    let layer = if place.elsewhere.is_some() {
+        let open = OpenOptions { format: Some(Format::Qcow2), read_only: true, ..OpenOptions::default() };
+        ship_state(repository, path, None, &open, resources)?
+    } else {
+        let id = ObjectId::draw();
+        fs::hard_link(path, place.repository.join(id.layer_name().as_str()))
+            .and_then(|()| sync_directory(&place.repository))
+            .map_err(Error::of_file(path, "name it in its repository"))?;
+        adopt(repository, id)?
+    };
+    let number = EpochNumber::NONE.next();
+    Ok((Epoch { number, time_ns: now_ns(), size: held.size(), objects: vec![layer] }, held))
 }
 
 /// Has the first layer refuse writes by its mode, as all published files do.
@@ -85,16 +92,22 @@ pub(crate) fn attach(
 /// # Errors
 /// Whatever the host reports.
 pub(crate) fn seal(place: &Place, epoch: &Epoch) -> Result<()> {
+    if place.elsewhere.is_some() {
+        return Ok(());
+    }
     let layer = place.repository.join(epoch.objects[0].id.layer_name().as_str());
     fs::set_permissions(&layer, Permissions::from_mode(READ_ONLY))
         .map_err(Error::of_file(&layer, "make it read-only"))
 }
 
-/// Makes the disk's path lead to an empty overlay on the newest layer of an epoch.
+/// Makes the disk's path lead to an empty overlay on the newest layer of an epoch, unless that lies in no directory.
 ///
 /// # Errors
 /// Another image at the path; whatever the host reports.
 pub(crate) fn point_at(place: &Place, epoch: &Epoch) -> Result<()> {
+    if place.elsewhere.is_some() {
+        return Ok(());
+    }
     let path = &place.path;
     check_own(place, epoch)?;
     let newest = epoch.objects.last().expect("an epoch that was published has a layer");

@@ -40,7 +40,7 @@ use vmstrata_types::HostOffset;
 use crate::digests::{CHUNK, Digests};
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
-use crate::place::lock_within;
+use crate::lock::lock_within;
 
 /// The least budget that serves any request: one of 1,024 pieces needs as many chunks at a time.
 pub const CACHE_BYTES_MIN: u64 = 1024 * CHUNK;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vmstrata_disk::snapshot::{self, now_ns};
-use vmstrata_disk::{CreateOptions, Format, OpenOptions, Resources, create};
+use vmstrata_disk::{CreateOptions, Format, OpenOptions, Resources, create_on};
 use vmstrata_types::ClusterBits;
 
 use crate::attach::{attach, check_image, point_at, seal};
@@ -56,6 +56,7 @@ pub(crate) fn claim(
     };
     let claim = if base.is_some() { Claim::Resume } else { Claim::First };
     let mut publisher = Publisher::claim(repository, owner, claim)?;
+    place.show(&publisher.head().epoch)?;
     match base {
         None => make_copy(&mut copy, place, &mut publisher, open, resources)?,
         Some(base) => {
@@ -82,6 +83,7 @@ pub fn take_over(
     let repository = place.open_repository()?.ok_or_else(no_head)?;
     let newest = crate::look::newest(&*repository)?.ok_or_else(no_head)?;
     let (mut copy, mut aside) = (Copy::hold(place)?, None);
+    place.show(&newest.epoch)?;
     // One without a base was never written.
     if let Some((owner, base)) = copy.record().and_then(|record| Some((record.owner, record.base?))) {
         let is_whole =
@@ -130,6 +132,7 @@ fn make_copy(
         point_at(place, &epoch)?;
     }
     let (owner, epoch) = (publisher.head().owner, &publisher.head().epoch);
+    place.show(epoch)?;
     stand::pin_for(&**publisher.repository(), owner, epoch.number)?;
     let top = epoch.objects.last().expect("an epoch has a layer").id.layer_name();
     let options = CreateOptions {
@@ -141,7 +144,7 @@ fn make_copy(
         force: true,
         ..CreateOptions::default()
     };
-    create(&place.disk(), &options)?;
+    create_on(&place.disk(), &options, &*place.opener())?;
     copy.note(owner, Some(epoch.number))
 }
 
@@ -149,6 +152,7 @@ fn make_copy(
 pub(crate) fn open_options(place: &Place, open: &OpenOptions) -> OpenOptions {
     let mut open = OpenOptions { format: Some(Format::Qcow2), read_only: false, ..open.clone() };
     open.allow_backing.extend([place.repository.clone(), place.local.clone()]);
+    open.opener = place.opener();
     open
 }
 

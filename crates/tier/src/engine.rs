@@ -366,6 +366,7 @@ impl Engine {
         else {
             return Ok(());
         };
+        self.place.show(head)?;
         let repository = &**self.publisher.repository();
         let pin = stand::pin_for(repository, self.publisher.head().owner, head.number)?;
         let top = pin.epoch.objects.last().expect("an epoch that was published has a layer");

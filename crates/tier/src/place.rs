@@ -7,24 +7,30 @@
 //!       web.qcow2, web.epoch-7.qcow2         the active layer, and frozen epochs
 //! ```
 //!
+//! Where the repository is no directory of this host, its directory is an empty one beside the copy, by whose name chains know its layers;
+//! the disk's path is that of the image that becomes the first layer, and stays as it is.
+//!
 //! Invariants: one process at a time holds a copy. `copy.json` has its owner's id before that claims the disk, and the epoch that
 //! the copy stands on once there is a layer that takes writes.
 
 use std::ffi::OsString;
-use std::fs::{self, DirBuilder, File, TryLockError};
+use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind, Write as _};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use vmstrata_disk::AtomicFile;
+use vmstrata_disk::{AtomicFile, LocalFiles, Opener};
 use vmstrata_repo::{DirectoryRepository, Repository};
 
+use crate::cached_files::CachedFiles;
 use crate::error::{Error, Result};
-use crate::head::{EpochNumber, OwnerId, as_text, is_object_name};
+use crate::head::{Epoch, EpochNumber, OwnerId, as_text, is_object_name};
+use crate::lock::lock_within;
+use crate::remote::Remote;
 
 const VERSION: u32 = 1;
 const COPY: &str = "copy.json";
@@ -33,8 +39,17 @@ const COPY_BYTES_MAX: u64 = 4096;
 /// How long to wait for a copy that a dying process may still hold.
 const PATIENCE: Duration = Duration::from_secs(1);
 
+/// A repository that is no directory of this host.
+#[derive(Clone, Debug)]
+pub struct Elsewhere {
+    /// Its layers, by way of this host's cache.
+    pub remote: Arc<Remote>,
+    /// What opens files for the disk's resources.
+    pub files: Arc<CachedFiles>,
+}
+
 /// The paths of a tiered disk.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Place {
     /// The disk's own, with no link in it.
     pub path: PathBuf,
@@ -42,6 +57,8 @@ pub struct Place {
     pub repository: PathBuf,
     /// The directory of this host's copy.
     pub local: PathBuf,
+    /// The repository, unless that is its directory.
+    pub elsewhere: Option<Elsewhere>,
 }
 
 impl Place {
@@ -52,10 +69,19 @@ impl Place {
     pub fn of(path: &Path, tier: &Path) -> Result<Self> {
         let path = real(path).map_err(Error::of_file(path, "find the disk"))?;
         let tier = std::path::absolute(tier).map_err(Error::of_file(tier, "find the directory"))?;
-        let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-        let id = blake3::hash(path.as_os_str().as_bytes()).to_hex();
-        let local = tier.join(format!("{stem}-{}", &id[..8]));
-        Ok(Self { repository: repository_of(&path), local, path })
+        let local = local_of(&path, &tier, path.as_os_str().as_bytes());
+        Ok(Self { repository: repository_of(&path), local, path, elsewhere: None })
+    }
+
+    /// The disk whose first layer was made of the image at `path`, or will be, in a repository that is no directory.
+    ///
+    /// # Errors
+    /// Paths that cannot be made absolute.
+    pub fn elsewhere(path: &Path, tier: &Path, elsewhere: Elsewhere) -> Result<Self> {
+        let absolute = |path| std::path::absolute(path).map_err(Error::of_file(path, "find the disk"));
+        let (path, tier) = (absolute(path)?, absolute(tier)?);
+        let local = local_of(&path, &tier, elsewhere.remote.repository().describe().as_bytes());
+        Ok(Self { repository: repository_of(&local), local, path, elsewhere: Some(elsewhere) })
     }
 
     /// The file that takes the guest's writes.
@@ -68,6 +94,9 @@ impl Place {
     /// # Errors
     /// Whatever the host reports.
     pub fn open_repository(&self) -> Result<Option<Arc<dyn Repository>>> {
+        if let Some(elsewhere) = &self.elsewhere {
+            return Ok(Some(Arc::clone(elsewhere.remote.repository())));
+        }
         match DirectoryRepository::open(&self.repository, is_object_name) {
             Ok(repository) => Ok(Some(Arc::new(repository))),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
@@ -81,6 +110,28 @@ impl Place {
         self.open_repository()?
             .ok_or_else(|| Error::NoHead { repository: self.repository.display().to_string() })
     }
+}
+
+impl Place {
+    /// What opens files of the disk's chain.
+    pub(crate) fn opener(&self) -> Arc<dyn Opener> {
+        match &self.elsewhere {
+            Some(elsewhere) => Arc::clone(&elsewhere.files) as _,
+            None => Arc::new(LocalFiles),
+        }
+    }
+
+    /// Lets chains of this host stand on the layers of an epoch.
+    pub(crate) fn show(&self, epoch: &Epoch) -> Result<()> {
+        let Some(Elsewhere { remote, files }) = &self.elsewhere else { return Ok(()) };
+        files.add(&self.repository, remote, &epoch.objects)
+    }
+}
+
+/// The directory in `tier` of the copy of a disk that `id` tells from others.
+fn local_of(path: &Path, tier: &Path, id: &[u8]) -> PathBuf {
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    tier.join(format!("{stem}-{}", &blake3::hash(id).to_hex()[..8]))
 }
 
 /// The directory of the repository of the disk at `path`.
@@ -143,6 +194,9 @@ impl Copy {
         let tier = place.local.parent().unwrap_or(Path::new("/"));
         fs::create_dir_all(tier).map_err(Error::of_file(tier, "make the directory"))?;
         make_private(&place.local).map_err(failed("make the directory"))?;
+        if place.elsewhere.is_some() {
+            make_private(&place.repository).map_err(failed("make the directory of its layers"))?;
+        }
         let lock = File::options().create(true).truncate(false).write(true).open(place.local.join("lock"));
         let lock = lock.map_err(failed("lock the copy"))?;
         if !lock_within(&lock, PATIENCE).map_err(failed("lock the copy"))? {
@@ -179,21 +233,6 @@ impl Copy {
         let failed = |action| Error::of_file(&place.local, action);
         fs::rename(&place.local, &aside).map_err(failed("put the copy aside"))?;
         Ok((aside, Self::hold(&place)?))
-    }
-}
-
-/// Locks a file for this process, waiting for one that ends and lets go of it late. Whether that could be done.
-pub(crate) fn lock_within(file: &File, patience: Duration) -> io::Result<bool> {
-    let deadline = Instant::now() + patience;
-    loop {
-        match file.try_lock() {
-            Ok(()) => return Ok(true),
-            Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(2));
-            }
-            Err(TryLockError::WouldBlock) => return Ok(false),
-            Err(TryLockError::Error(error)) => return Err(error),
-        }
     }
 }
 

@@ -99,6 +99,11 @@ impl Remote {
         Arc::new(Self { cache, repository, on_missing, queue, more })
     }
 
+    /// The repository.
+    pub(crate) fn repository(&self) -> &Arc<dyn Repository> {
+        &self.repository
+    }
+
     /// A layer. The repository is not asked.
     ///
     /// # Errors
