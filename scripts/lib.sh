@@ -103,6 +103,20 @@ need_schemathesis() {
     python3 -m venv "$tools" && "$tools/bin/pip" install -q schemathesis==4.32.5
 }
 
+# Makes an NFS server and QEMU's NFS driver available. Debian would start the server: while they are installed, nothing is started.
+need_nas() {
+    local policy=/usr/sbin/policy-rc.d
+    have ganesha.nfsd && have rpcbind && compgen -G '/usr/lib/*/ganesha/libfsalvfs.so' >/dev/null &&
+        compgen -G '/usr/lib/*/qemu/block-nfs.so' >/dev/null && return
+    have apt-get || die "please install nfs-ganesha, nfs-ganesha-vfs, rpcbind and QEMU's NFS driver"
+    say "installing nfs-ganesha"
+    if [ -e "$policy" ]; then policy=; else printf '#!/bin/sh\nexit 101\n' | as_root install -m 755 /dev/stdin "$policy"; fi
+    as_root apt-get update -q
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends \
+        nfs-ganesha nfs-ganesha-vfs rpcbind qemu-block-extra
+    [ -z "$policy" ] || as_root rm "$policy"
+}
+
 # Makes apt know the packages that test guests are made of; they are unpacked, never installed.
 need_package_lists() {
     apt-cache show linux-image-cloud-amd64 >/dev/null 2>&1 && return

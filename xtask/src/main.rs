@@ -34,6 +34,8 @@ enum Command {
     Sim(sim_command::Sim),
     /// Stamped sectors over all exports, through kills, full disks and merges, against a model.
     Stress(stress_command::Stress),
+    /// Serve a tiered disk on an NFS server, or the same disk alone: what `bench tier` runs.
+    Host(xtask::nas::host::Options),
     /// Run one load against a vhost-user-blk socket or a raw file.
     Load(load_command::LoadCommand),
 }
@@ -53,6 +55,7 @@ fn main() -> Result<()> {
         Command::Soak(soak) => soak.run(),
         Command::Sim(sim) => sim.run(),
         Command::Stress(stress) => stress.run(),
+        Command::Host(host) => xtask::nas::host::run(&host),
         Command::Load(load) => load.run(),
     }
 }

@@ -81,7 +81,8 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-memory",
         ],
     ),
-    ("xtask", &[]),
+    // A NAS, and the host of a tiered disk on it.
+    ("xtask", &["vmstrata-repo", "vmstrata-disk", "vmstrata-tier", "vmstrata-export"]),
 ];
 
 /// Crates below `export` must not see these: asynchronous runtimes, exports, and clients of a network.
