@@ -9,7 +9,7 @@ use xtask::bench::history::Part;
 use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
-use xtask::bench::{fragmented, fresh, history, memory, publish, rocksdb};
+use xtask::bench::{fragmented, fresh, history, memory, publish, rocksdb, tier};
 use xtask::size::parse_size;
 
 /// Measure, and write the results below docs and into README.md.
@@ -33,6 +33,8 @@ enum What {
     Memory(MemoryBench),
     /// RocksDB in a guest, on a disk of 500 layers and of one, beside stock QEMU (3 GiB of files).
     Rocksdb(PlainBench),
+    /// Disks whose epochs go to a NAS: what a guest feels, bytes, take-over, outage. As the superuser.
+    Tier(TierBench),
     /// Draw plot and tables again from docs/measurements.
     Render,
 }
@@ -59,6 +61,15 @@ struct FreshBench {
     /// Only these parts; prints, writes nothing.
     #[arg(long, value_delimiter = ',')]
     only: Vec<fresh::Part>,
+    #[command(flatten)]
+    plain: PlainBench,
+}
+
+#[derive(Args)]
+struct TierBench {
+    /// Only these parts; prints, writes nothing.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<tier::Part>,
     #[command(flatten)]
     plain: PlainBench,
 }
@@ -177,6 +188,14 @@ impl Bench {
                 let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
                 rocksdb::run(&rocksdb::Options { rounds, publish, ..usual }).map(|_| ())
             }
+            What::Tier(TierBench { only, plain: bench }) => {
+                let dir = bench.dir(root, "tier");
+                let usual = if bench.quick { tier::Options::quick(dir) } else { tier::Options::full(dir) };
+                let publish = bench.publish(root).filter(|_| only.is_empty());
+                let parts = if only.is_empty() { usual.parts } else { only };
+                let rounds = bench.rounds.unwrap_or(usual.rounds);
+                tier::run(&tier::Options { rounds, publish, parts, ..usual }).map(|_| ())
+            }
             What::Render => render(root),
         }
     }
@@ -185,7 +204,9 @@ impl Bench {
 fn render(root: &Path) -> Result<()> {
     let results = publish::kept(root)?.context("no measurement yet: cargo xtask bench chain")?;
     publish::write(root, &results)?;
-    for shown in [fragmented::SHOWN, fresh::SHOWN, history::SHOWN, memory::SHOWN, rocksdb::SHOWN] {
+    let reports =
+        [fragmented::SHOWN, fresh::SHOWN, history::SHOWN, memory::SHOWN, rocksdb::SHOWN, tier::SHOWN];
+    for shown in reports {
         if let Some(blocks) = shown.of_report(root)? {
             shown.write(root, &blocks)?;
         }

@@ -5,6 +5,7 @@
 //!    └────► results (samples, medians) ──► targets (paired ratios) ──► tables (shown) and plot (SVG)
 //!   fragmented ─► disks whose blocks lie all over a long history
 //!   fresh   ──► a disk of one layer, and what its first snapshots cost
+//!   tier    ─► disks whose epochs go to a NAS, beside none and beside QEMU on the NAS
 //!   rocksdb ─► a database in a guest, on a long history and on one layer
 //!   history ──► the same servers and client, over a thousand snapshots of a live disk
 //!   memory  ──► guests at work, their memory taken and given back, beside full copies and QEMU's migration
@@ -35,3 +36,4 @@ pub mod session;
 pub mod shown;
 pub mod table;
 pub mod targets;
+pub mod tier;

@@ -1,0 +1,207 @@
+//! What takes part: hosts with tiered disks, the same disk alone, and stock QEMU with the disk on the NAS.
+
+use std::fs::{self, File};
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use vmstrata_repo::Repository as _;
+use vmstrata_tier::is_object_name;
+
+use super::super::client::{Client, Target};
+use super::super::fresh::BLOCK;
+use super::super::history::take::timed as timed_by;
+use super::super::load::{Access, Load, Outcome, Watch};
+use super::super::results::quantile;
+use super::Options;
+use crate::nas::host::{self, Host};
+use crate::nas::{Nas, NfsRepository};
+
+const SEED: u64 = 20_261_128;
+/// No epoch ends by itself.
+pub(super) const NEVER: Duration = Duration::from_secs(600);
+/// For QEMU to open a disk.
+const OPEN_MAX: Duration = Duration::from_secs(60);
+
+/// A NAS, and where hosts keep their files.
+pub(super) struct Stage<'a> {
+    pub(super) options: &'a Options,
+    pub(super) nas: Nas,
+    pub(super) dir: &'a Path,
+}
+
+/// A host, and its guest.
+pub(super) struct Side {
+    pub(super) client: Client,
+    pub(super) host: Host,
+}
+
+/// Stock QEMU's storage daemon on a host, and its guest.
+pub(super) struct Peer {
+    pub(super) client: Client,
+    child: Child,
+}
+
+impl Stage<'_> {
+    /// An empty image of so many bytes in a directory of its own.
+    pub(super) fn empty(&self, name: &str, size: u64) -> Result<PathBuf> {
+        let dir = self.dir.join(name);
+        fs::create_dir_all(&dir)?;
+        let path = dir.join("empty.qcow2");
+        let mut create = Command::new("qemu-img");
+        timed_by(create.args(["create", "-q", "-f", "qcow2"]).arg(&path).arg(size.to_string()))?;
+        Ok(path)
+    }
+
+    /// Starts a host on the image at `disk`, whose repository is the directory `name` of the NAS.
+    pub(super) fn host(&self, number: u8, disk: &Path, name: &str, how: (Duration, bool)) -> Result<Side> {
+        let (window, take_over) = how;
+        let (server, path) = self.nas.address(number, name);
+        fs::create_dir_all(&path)?;
+        let options = host::Options {
+            disk: disk.to_owned(),
+            dir: self.host_dir(number, name),
+            server: Some(IpAddr::V4(server)),
+            path: Some(path),
+            take_over,
+            window: window.as_secs_f64(),
+        };
+        Side::start(self.nas.network().on_host(number, &host::program()), &options)
+    }
+
+    /// Where a host keeps what it has of a disk.
+    pub(super) fn host_dir(&self, number: u8, name: &str) -> PathBuf {
+        self.dir.join(format!("{name}-host{number}"))
+    }
+
+    /// Removes a repository, and what a host that has ended has of it.
+    pub(super) fn forget(&self, number: u8, name: &str) -> Result<()> {
+        let (server, path) = self.nas.address(number, name);
+        let remove = || -> Result<()> {
+            self.nas.network().enter_host(number)?;
+            // Through the server, which else keeps open what it has served.
+            let repository = NfsRepository::open(IpAddr::V4(server), &path, is_object_name)?;
+            Ok(repository.names("")?.iter().try_for_each(|object| repository.delete(object))?)
+        };
+        thread::scope(|scope| scope.spawn(remove).join().expect("does not panic"))?;
+        Ok(fs::remove_dir_all(self.host_dir(number, name))?)
+    }
+
+    /// Serves the image at `disk` by the same program, without a NAS.
+    pub(super) fn local(&self, disk: &Path) -> Result<Side> {
+        let dir = disk.parent().context("a directory")?.join("served");
+        let (disk, window) = (disk.to_owned(), NEVER.as_secs_f64());
+        let options = host::Options { disk, dir, server: None, path: None, take_over: false, window };
+        Side::start(Command::new(host::program()), &options)
+    }
+
+    /// Has stock QEMU serve a copy of the image at `disk` that lies on the NAS.
+    pub(super) fn peer(&self, disk: &Path, cache: &str) -> Result<Peer> {
+        let name = format!("peer-{cache}.qcow2");
+        fs::copy(disk, self.nas.export().join(&name))?;
+        let (server, path) = self.nas.address(1, &name);
+        let socket = self.dir.join(format!("{name}.sock"));
+        let direct = if cache == "none" { "on" } else { "off" };
+        let mut command = self.nas.network().on_host(1, Path::new("qemu-storage-daemon"));
+        command.arg("--blockdev").arg(format!(
+            "driver=nfs,node-name=file,server.type=inet,server.host={server},path={path},cache.direct={direct}"
+        ));
+        command.arg("--blockdev").arg(format!("driver=qcow2,node-name=disk,file=file,cache.direct={direct}"));
+        command.arg("--export").arg(format!(
+            "vhost-user-blk,id=blk,node-name=disk,addr.type=unix,addr.path={},writable=on",
+            socket.display()
+        ));
+        let log = self.dir.join(format!("{name}.log"));
+        let out = File::create(&log)?;
+        let mut child = command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out).spawn()?;
+        let start = Instant::now();
+        loop {
+            match Client::connect(&Target::VhostUser(socket.clone()), SEED, false) {
+                Ok(client) => return Ok(Peer { client, child }),
+                Err(error) if start.elapsed() > OPEN_MAX || child.try_wait()?.is_some() => {
+                    let _ = child.kill();
+                    bail!("QEMU does not serve: {error:#}: {}", fs::read_to_string(&log)?);
+                }
+                Err(_) => thread::sleep(Duration::from_millis(10)),
+            }
+        }
+    }
+}
+
+impl Side {
+    fn start(command: Command, options: &host::Options) -> Result<Self> {
+        let host = Host::start(command, options)?;
+        let client = Client::connect(&Target::VhostUser(host.socket().to_owned()), SEED, false)?;
+        Ok(Self { client, host })
+    }
+
+    pub(super) fn stop(self) -> Result<()> {
+        drop(self.client);
+        self.host.stop()
+    }
+
+    /// Cuts the disk, and ships that. Returns the bytes that went to the NAS.
+    pub(super) fn ship(&mut self) -> Result<u64> {
+        let before = self.host.status()?.written_bytes;
+        Ok(self.host.sync()?.written_bytes - before)
+    }
+
+    /// Processor time of the host so far, in seconds.
+    pub(super) fn processor_s(&self) -> Result<f64> {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.host.id()))?;
+        // What follows the name, which may have anything in it: from field 3 on.
+        let fields = stat.rsplit_once(") ").context("a process")?.1;
+        let ticks: u64 =
+            fields.split(' ').skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();
+        Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The time of each request.
+#[derive(Default)]
+struct Times {
+    started: Vec<Option<Instant>>,
+    ms: Vec<f64>,
+}
+
+impl Watch for Times {
+    fn started(&mut self, slot: usize) {
+        self.started.resize(self.started.len().max(slot + 1), None);
+        self.started[slot] = Some(Instant::now());
+    }
+
+    fn completed(&mut self, slot: usize) {
+        self.ms.extend(self.started[slot].map(|started| started.elapsed().as_secs_f64() * 1000.0));
+    }
+
+    fn goes_on(&self) -> bool {
+        true
+    }
+}
+
+/// Random 4 KiB writes of a guest for so long.
+pub(super) fn random_writes(seed: u64, depth: usize, fua: bool, time: Duration) -> Load {
+    Load { access: Access::RandomWrite { round: 0 }, fua, block: BLOCK, depth, time, seed }
+}
+
+/// Requests a second, and the time in ms that 99 of 100 of them do not exceed.
+pub(super) fn timed(client: &mut Client, load: &Load) -> Result<(f64, f64)> {
+    let mut times = Times::default();
+    let outcome = client.run_watched(load, client.capacity(), &mut times)?;
+    Ok((outcome.iops(), quantile(&times.ms, 0.99)))
+}
+
+/// Bytes of the blocks that were written, each counted once.
+pub(super) fn distinct_bytes(outcome: &Outcome) -> u64 {
+    (outcome.written.iter().filter(|written| **written).count() * BLOCK) as u64
+}
