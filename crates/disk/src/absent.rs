@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use vmstrata_store::OpenStore;
+use vmstrata_store::{Fetched, OpenStore};
 use vmstrata_types::{HostOffset, LayerIndex};
 
 use crate::error::{IoContext as _, Result};
@@ -21,9 +21,9 @@ pub(crate) struct Absent {
 
 impl Absent {
     /// Has it come here, and calls `then` with what became of that. Waits for nothing.
-    fn fetch(self, then: impl FnOnce(Result<()>) + Send + 'static) {
+    fn fetch(self, then: impl FnOnce(Result<Fetched>) + Send + 'static) {
         let Self { file, path, layer, at, len } = self;
-        let named = move |fetched: std::io::Result<()>| {
+        let named = move |fetched: std::io::Result<Fetched>| {
             let fetched = fetched.while_trying("fetch");
             then(fetched.map_err(|error| error.at(at).in_layer(layer).in_file(&path)));
         };
@@ -31,24 +31,25 @@ impl Absent {
     }
 }
 
-/// Has all pieces come here, at the same time, and then calls `then`, with the first failure if there is any. Waits for nothing.
+/// Has all pieces come here, at the same time, and then calls `then`, with the first failure if there is any, else with
+/// [`Fetched::NotKept`] if that is so of any. Waits for nothing.
 ///
 /// # Panics
 /// When there are none.
-pub(crate) fn fetch_all(pieces: Vec<Absent>, then: impl FnOnce(Result<()>) + Send + 'static) {
+pub(crate) fn fetch_all(pieces: Vec<Absent>, then: impl FnOnce(Result<Fetched>) + Send + 'static) {
     assert!(!pieces.is_empty(), "nothing to wait for");
-    let waiting = Arc::new(Mutex::new((pieces.len(), Ok(()), Some(then))));
+    let waiting = Arc::new(Mutex::new((pieces.len(), Ok(Fetched::Here), Some(then))));
     for piece in pieces {
         let waiting = Arc::clone(&waiting);
         piece.fetch(move |fetched| {
             let mut waiting = waiting.lock();
             let (left, all, then) = &mut *waiting;
             *left -= 1;
-            if all.is_ok() {
+            if all.is_ok() && !matches!(fetched, Ok(Fetched::Here)) {
                 *all = fetched;
             }
             if *left == 0 {
-                let (all, then) = (std::mem::replace(all, Ok(())), then.take());
+                let (all, then) = (std::mem::replace(all, Ok(Fetched::Here)), then.take());
                 drop(waiting);
                 then.expect("the last comes once")(all);
             }

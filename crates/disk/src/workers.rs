@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
-use vmstrata_store::Planted;
+use vmstrata_store::{Fetched, Planted};
 
 use crate::absent::{Absent, fetch_all};
 use crate::error::{IoContext as _, Result};
@@ -35,7 +35,7 @@ pub(crate) enum Reply {
     /// It has ended.
     Ended(Result<()>),
     /// What it needs has come to this host, or cannot be had: the queue starts it again.
-    Fetched(Result<()>),
+    Fetched(Result<Fetched>),
 }
 
 /// A request on its way through a worker.

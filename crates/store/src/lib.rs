@@ -173,13 +173,22 @@ pub trait Store: Send + Sync + fmt::Debug {
 /// Keeps bytes of a [`Fetch`] here until it is dropped.
 pub type Hold = Arc<dyn Any + Send + Sync>;
 
+/// What a fetch came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fetched {
+    /// The bytes are here, unless they have gone again.
+    Here,
+    /// This host cannot keep some of them: only the store's own reads get those.
+    NotKept,
+}
+
 /// A store whose bytes may be elsewhere, and come to a file of this host when they are asked for. They may go again.
 pub trait Fetch {
     /// Keeps a range here, if all of it is here: until the hold is dropped, [`Fetch::file`] has its bytes.
     fn hold(&self, at: HostOffset, len: u64) -> Option<Hold>;
 
     /// Brings the bytes of a range here, and calls `then`, once: when they are here, or cannot be had. Waits for nothing.
-    fn fetch(&self, at: HostOffset, len: u64, then: Box<dyn FnOnce(io::Result<()>) + Send>);
+    fn fetch(&self, at: HostOffset, len: u64, then: Box<dyn FnOnce(io::Result<Fetched>) + Send>);
 
     /// The file that has those that are here, for rings and views.
     fn file(&self) -> &dyn LocalFile;

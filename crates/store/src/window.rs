@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use vmstrata_types::HostOffset;
 
-use crate::{FaultStore, Fetch, Hold, LocalFile, Segment, Store, slice, total_len};
+use crate::{FaultStore, Fetch, Fetched, Hold, LocalFile, Segment, Store, slice, total_len};
 
 /// See the module documentation. Offsets count from its first byte; rings add where that lies ([`LocalFile::start`]). They do not
 /// know where it ends: ask them for what lies inside.
@@ -107,10 +107,10 @@ impl Fetch for WindowStore {
         self.whole.fetch()?.hold(self.in_whole(at), len)
     }
 
-    fn fetch(&self, at: HostOffset, len: u64, then: Box<dyn FnOnce(io::Result<()>) + Send>) {
+    fn fetch(&self, at: HostOffset, len: u64, then: Box<dyn FnOnce(io::Result<Fetched>) + Send>) {
         match self.whole.fetch() {
             Some(fetch) => fetch.fetch(self.in_whole(at), len, then),
-            None => then(Ok(())),
+            None => then(Ok(Fetched::Here)),
         }
     }
 

@@ -27,14 +27,15 @@ use std::io::{self, Read as _, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use parking_lot::{Condvar, Mutex};
-use vmstrata_store::{Access, Directory, FileOptions, FileStore, Hold, Place, Store};
+use vmstrata_disk::merge::available_bytes;
+use vmstrata_store::{Access, Directory, Fetched, FileOptions, FileStore, Hold, Place, Store};
 use vmstrata_types::HostOffset;
 
 use crate::digests::{CHUNK, Digests};
@@ -48,6 +49,10 @@ pub const CACHE_BYTES_MIN: u64 = 1024 * CHUNK;
 const LAYER_BYTES_MAX: u64 = 16 << 40;
 /// The part of the budget that is given up at a time, beyond what is needed.
 const SPARE: u64 = 64;
+/// Of what a cache has and its file system has to spare, it gets this part, unless it is asked for more.
+const ROOM_PART: u64 = 4;
+/// And this part at most: guests' writes need room.
+const ROOM_PART_MAX: u64 = 2;
 /// Bytes given up when the host has no room.
 const FEW: u64 = 8 * CHUNK;
 /// For how long to try to lock the directory: a process that ends lets go of it late.
@@ -64,6 +69,8 @@ pub struct Cache {
     wrap: Wrap,
     room: Mutex<Room>,
     fetched: AtomicU64,
+    /// Whether its files could not be written lately.
+    is_failing: AtomicBool,
     watch: Mutex<Watch>,
     watched: Condvar,
     is_closed: Mutex<bool>,
@@ -148,8 +155,8 @@ pub(crate) struct Cached {
     /// Their states; changed under the cache's room, or by who has claimed the chunk.
     chunks: Box<[AtomicU8]>,
     token: ArcSwap<()>,
-    /// Stays open: views and rings keep reading what this has.
-    file: Mutex<Option<Arc<dyn Store>>>,
+    /// While a disk has it open.
+    file: Mutex<Option<Weak<dyn Store>>>,
     digests: Mutex<Option<Arc<Digests>>>,
     /// Who waits for a chunk that is fetched.
     waiting: Mutex<HashMap<usize, Vec<Waiter>>>,
@@ -160,7 +167,7 @@ pub(crate) struct Waiter {
     /// When it waits no more, and why it then had to wait so long.
     pub(crate) until: Option<Instant>,
     pub(crate) late: Failure,
-    pub(crate) then: Box<dyn FnOnce(io::Result<()>) + Send>,
+    pub(crate) then: Box<dyn FnOnce(io::Result<Fetched>) + Send>,
 }
 
 impl fmt::Debug for Waiter {
@@ -281,7 +288,7 @@ impl Cached {
     }
 
     /// A chunk has come, or cannot be had: those who wait for it hear of it.
-    pub(crate) fn answer(&self, chunk: usize, fetched: Result<(), &Failure>) {
+    pub(crate) fn answer(&self, chunk: usize, fetched: Result<Fetched, &Failure>) {
         let waiting = self.waiting.lock().remove(&chunk).unwrap_or_default();
         for waiter in waiting {
             (waiter.then)(fetched.map_err(Failure::error));
@@ -353,16 +360,48 @@ impl Cache {
         budget: u64,
         wrap: impl Fn(Arc<dyn Store>) -> Arc<dyn Store> + Send + Sync + 'static,
     ) -> Result<Arc<Self>> {
+        Self::opened(dir, wrap, |_| budget)
+    }
+
+    /// As [`Cache::open`], with a budget that leaves the file system room for guests' writes: `asked`, or a quarter of what the cache has
+    /// and the file system has to spare, and never more than half of that; but at least [`CACHE_BYTES_MIN`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open_within(dir: &Path, asked: Option<u64>) -> Result<Arc<Self>> {
+        Self::opened(
+            dir,
+            |file| file,
+            |cache| {
+                let spare = available_bytes(&cache.dir.place(LOCK).path());
+                let Some(spare) = spare else { return asked.unwrap_or(CACHE_BYTES_MIN) };
+                let room = cache.usage().bytes + spare;
+                let budget = asked.unwrap_or(room / ROOM_PART).min(room / ROOM_PART_MAX).max(CACHE_BYTES_MIN);
+                if budget < asked.unwrap_or_default() || budget > room / ROOM_PART_MAX {
+                    let dir = dir.display();
+                    tracing::warn!(%dir, room, budget, "the cache's file system has little room: guests' writes need it as well");
+                }
+                budget
+            },
+        )
+    }
+
+    fn opened(
+        dir: &Path,
+        wrap: impl Fn(Arc<dyn Store>) -> Arc<dyn Store> + Send + Sync + 'static,
+        budget: impl FnOnce(&Self) -> u64,
+    ) -> Result<Arc<Self>> {
         let open = || -> io::Result<Self> {
             DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
             let dir = Directory::open(dir)?;
             let lock = lock(&dir)?;
             Ok(Self {
                 dir,
-                budget,
+                budget: u64::MAX,
                 wrap: Wrap(Box::new(wrap)),
                 room: Mutex::default(),
                 fetched: AtomicU64::new(0),
+                is_failing: AtomicBool::new(false),
                 watch: Mutex::default(),
                 watched: Condvar::new(),
                 is_closed: Mutex::new(false),
@@ -370,8 +409,10 @@ impl Cache {
                 _lock: lock,
             })
         };
-        let cache = open().and_then(|cache| {
+        let cache = open().and_then(|mut cache| {
             cache.find()?;
+            cache.budget = budget(&cache);
+            cache.shrink(&mut cache.room.lock());
             Ok(cache)
         });
         cache.map(Arc::new).map_err(|source| Error::Cache { path: dir.to_owned(), source })
@@ -395,7 +436,7 @@ impl Cache {
     }
 
     /// Its directory.
-    pub(crate) fn path(&self) -> PathBuf {
+    pub fn path(&self) -> PathBuf {
         self.dir.path().to_owned()
     }
 
@@ -451,7 +492,6 @@ impl Cache {
                 room.add(Arc::new(layer));
             }
         }
-        self.shrink(&mut room);
         Ok(())
     }
 
@@ -482,8 +522,8 @@ impl Cache {
     /// Whatever the host reports.
     pub(crate) fn file(&self, layer: &Cached) -> io::Result<Arc<dyn Store>> {
         let mut file = layer.file.lock();
-        if let Some(file) = &*file {
-            return Ok(Arc::clone(file));
+        if let Some(file) = file.as_ref().and_then(Weak::upgrade) {
+            return Ok(file);
         }
         let place = self.chunks_place(layer.id);
         let opened = self.wrapped(place.open_or_create(PRIVATE)?, &place)?;
@@ -491,7 +531,7 @@ impl Cache {
             opened.set_len(0)?;
             opened.set_len(layer.len)?;
         }
-        *file = Some(Arc::clone(&opened));
+        *file = Some(Arc::downgrade(&opened));
         Ok(opened)
     }
 
@@ -565,6 +605,19 @@ impl Cache {
         let mut room = self.room.lock();
         room.retire(FEW);
         self.reclaim(&mut room);
+    }
+
+    /// Notes whether its files can be written, and says so when that changes.
+    pub(crate) fn note_written(&self, written: &io::Result<()>) {
+        let was_failing = self.is_failing.swap(written.is_err(), Ordering::Relaxed);
+        let cache = self.dir.path().display();
+        match written {
+            Err(error) if !was_failing => {
+                tracing::error!(%cache, %error, "the cache cannot be written: what it lacks is read from the NAS each time");
+            }
+            Ok(()) if was_failing => tracing::info!(%cache, "the cache is written again"),
+            _ => {}
+        }
     }
 
     /// A chunk came from its repository.

@@ -10,13 +10,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::RwLock;
-use vmstrata_disk::{Error as DiskError, IoContext as _, LocalFiles, Opened, Opener, Role};
+use vmstrata_disk::{IoContext as _, LocalFiles, Opened, Opener, Role};
+use vmstrata_repo::Repository;
 use vmstrata_store::{Fetch as _, FileIdentity, Gate};
 use vmstrata_types::HostOffset;
 
+use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::head::Object;
-use crate::remote::{CachedLayer, Remote};
+use crate::remote::{OnMissing, Remote, identity_of};
 
 /// See the module documentation.
 #[derive(Debug, Default)]
@@ -29,7 +31,42 @@ pub struct CachedFiles {
 struct Directory {
     /// Its path without links.
     resolved: PathBuf,
-    layers: HashMap<OsString, CachedLayer>,
+    layers: HashMap<OsString, Layer>,
+}
+
+/// A layer, which is opened for as long as a disk has it open.
+#[derive(Clone, Debug)]
+struct Layer {
+    remote: Arc<Remote>,
+    object: Object,
+}
+
+/// How the layers of a disk are read that are in its repository.
+#[derive(Clone, Debug)]
+pub struct ReadThrough {
+    /// What opens the files of the disk, as of all others that share its [`vmstrata_disk::Resources`].
+    pub files: Arc<CachedFiles>,
+    /// What keeps them on this host.
+    pub cache: Arc<Cache>,
+    /// What becomes of reads while the repository does not answer.
+    pub on_missing: OnMissing,
+}
+
+impl ReadThrough {
+    /// From now on, chains get these layers of the repository in the directory `dir` through the cache.
+    ///
+    /// # Errors
+    /// As [`CachedFiles::add`].
+    pub(crate) fn begin(
+        &self,
+        dir: &Path,
+        repository: Arc<dyn Repository>,
+        objects: &[Object],
+    ) -> Result<Arc<Remote>> {
+        let remote = Remote::new(&self.cache, repository, self.on_missing);
+        self.files.add(dir, &remote, objects)?;
+        Ok(remote)
+    }
 }
 
 impl CachedFiles {
@@ -40,12 +77,14 @@ impl CachedFiles {
     /// A directory that is not there; what [`Remote::layer`] reports.
     pub fn add(&self, dir: &Path, remote: &Arc<Remote>, objects: &[Object]) -> Result<()> {
         let resolved = dir.canonicalize().map_err(|source| Error::Cache { path: dir.to_owned(), source })?;
-        let named =
-            |object: &Object| Ok((OsString::from(object.id.layer_name().as_str()), remote.layer(object)?));
-        let layers = objects.iter().map(named).collect::<Result<Vec<_>>>()?;
-        for (_, layer) in &layers {
-            layer.fetch(HostOffset::ZERO, 1, Box::new(drop));
+        for object in objects {
+            remote.layer(object)?.fetch(HostOffset::ZERO, 1, Box::new(drop));
         }
+        let named = |object: &Object| {
+            let layer = Layer { remote: Arc::clone(remote), object: *object };
+            (OsString::from(object.id.layer_name().as_str()), layer)
+        };
+        let layers = objects.iter().map(named);
         let mut directories = self.directories.write();
         let empty = || Directory { resolved, layers: HashMap::new() };
         directories.entry(dir.to_owned()).or_insert_with(empty).layers.extend(layers);
@@ -53,7 +92,7 @@ impl CachedFiles {
     }
 
     /// The layer at a path, if it is one, and the gate lets it through.
-    fn layer(&self, path: &Path, gate: &Gate) -> vmstrata_disk::Result<Option<CachedLayer>> {
+    fn layer(&self, path: &Path, gate: &Gate) -> vmstrata_disk::Result<Option<Layer>> {
         let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(None) };
         let directories = self.directories.read();
         let Some(directory) = directories.get(dir) else { return Ok(None) };
@@ -65,20 +104,20 @@ impl CachedFiles {
 
 impl Opener for CachedFiles {
     fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
-        let Some(layer) = self.layer(path, gate)? else { return LocalFiles.open(path, role, gate) };
-        if !matches!(role, Role::Frozen | Role::Inspected) {
-            let refused = Err(io::Error::from(io::ErrorKind::ReadOnlyFilesystem));
-            return refused
-                .while_trying("write a layer of a repository")
-                .map_err(|e: DiskError| e.in_file(path));
-        }
-        let identity = layer.identity();
-        Ok(Opened { store: Arc::new(layer), identity })
+        let Some(Layer { remote, object }) = self.layer(path, gate)? else {
+            return LocalFiles.open(path, role, gate);
+        };
+        let opened = match role {
+            Role::Frozen | Role::Inspected => remote.layer(&object).map_err(io::Error::other),
+            _ => Err(io::Error::from(io::ErrorKind::ReadOnlyFilesystem)),
+        };
+        let layer = opened.while_trying("open a layer of a repository").map_err(|e| e.in_file(path))?;
+        Ok(Opened { store: Arc::new(layer), identity: identity_of(&object) })
     }
 
     fn identity(&self, path: &Path, gate: &Gate) -> vmstrata_disk::Result<FileIdentity> {
         match self.layer(path, gate)? {
-            Some(layer) => Ok(layer.identity()),
+            Some(layer) => Ok(identity_of(&layer.object)),
             None => LocalFiles.identity(path, gate),
         }
     }

@@ -52,7 +52,7 @@ mod status;
 mod tiered;
 
 pub use cache::{CACHE_BYTES_MIN, Cache, CacheUse};
-pub use cached_files::CachedFiles;
+pub use cached_files::{CachedFiles, ReadThrough};
 pub use copies::{revert, take_over};
 pub use dense::{ship_merged, ship_state};
 pub use error::{Error, Result};

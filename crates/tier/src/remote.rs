@@ -9,9 +9,10 @@
 //!
 //! However many wait for a chunk, it is fetched once. A repository has threads of its own while there is something to fetch, so that one
 //! that hangs keeps none from the others. What a repository cannot give is asked for again until it comes, or nobody waits for it any more:
-//! whether and how long reads wait is [`OnMissing`]. Bytes that their digest does not prove are an error at once.
+//! whether and how long reads wait is [`OnMissing`]. Bytes that their digest does not prove are an error at once. Where the cache's files cannot
+//! be written, each read goes to the repository.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use vmstrata_repo::{Error as RepositoryError, ObjectReader, Repository};
 use vmstrata_store::{
-    Fetch, FileId, FileIdentity, Hold, LocalFile, Segment, Store, copy_from_slice, slice, total_len,
+    Fetch, Fetched, FileId, FileIdentity, Hold, LocalFile, Segment, Store, copy_from_slice, slice, total_len,
 };
 use vmstrata_types::HostOffset;
 
@@ -38,6 +39,9 @@ const IDLE: Duration = Duration::from_secs(1);
 const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
+/// Who says nothing for so long does not answer.
+const SLOW: Duration = Duration::from_secs(3);
+
 /// What becomes of a read of bytes that the cache lacks while the repository does not answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnMissing {
@@ -48,14 +52,17 @@ pub enum OnMissing {
 }
 
 /// See the module documentation.
-#[derive(Debug)]
 pub struct Remote {
     cache: Arc<Cache>,
     repository: Arc<dyn Repository>,
     on_missing: OnMissing,
     queue: Mutex<Queue>,
     more: Condvar,
+    readers: Mutex<Readers>,
 }
+
+/// Of layers, while something is fetched: the repository's file system can be unmounted when nothing is.
+type Readers = HashMap<ObjectId, Arc<dyn ObjectReader>>;
 
 #[derive(Debug, Default)]
 struct Queue {
@@ -64,6 +71,8 @@ struct Queue {
     idle: usize,
     /// Since when the repository has not answered.
     silent: Option<Instant>,
+    /// When what is fetched now was begun.
+    begun: Vec<Instant>,
 }
 
 /// A chunk to be fetched.
@@ -82,8 +91,12 @@ struct Far {
     object: Object,
     cached: Arc<Cached>,
     file: Arc<dyn Store>,
-    /// Of the repository, from the first fetch until one fails.
-    reader: Mutex<Option<Arc<dyn ObjectReader>>>,
+}
+
+impl fmt::Debug for Remote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Remote").field("repository", &self.repository).finish_non_exhaustive()
+    }
 }
 
 impl fmt::Debug for Far {
@@ -95,8 +108,15 @@ impl fmt::Debug for Far {
 impl Remote {
     /// The layers of a repository, by way of a cache.
     pub fn new(cache: &Arc<Cache>, repository: Arc<dyn Repository>, on_missing: OnMissing) -> Arc<Self> {
-        let (cache, queue, more) = (Arc::clone(cache), Mutex::default(), Condvar::new());
-        Arc::new(Self { cache, repository, on_missing, queue, more })
+        let (cache, more) = (Arc::clone(cache), Condvar::new());
+        Arc::new(Self {
+            cache,
+            repository,
+            on_missing,
+            queue: Mutex::default(),
+            more,
+            readers: Mutex::default(),
+        })
     }
 
     /// The repository.
@@ -114,17 +134,23 @@ impl Remote {
             let path = self.cache.path();
             Error::Cache { path, source }
         })?;
-        let (remote, object, reader) = (Arc::clone(self), *object, Mutex::default());
-        Ok(CachedLayer(Arc::new(Far { remote, object, cached, file, reader })))
+        Ok(CachedLayer(Arc::new(Far { remote: Arc::clone(self), object: *object, cached, file })))
     }
 
-    /// Since when the repository has not answered, if it was asked and does not.
+    /// The layers' cache.
+    pub fn cache(&self) -> &Arc<Cache> {
+        &self.cache
+    }
+
+    /// Since when the repository has not answered those who wait for it, because it fails, or because it says nothing.
     pub fn silent_since(&self) -> Option<Instant> {
-        self.queue.lock().silent
+        let queue = self.queue.lock();
+        let hangs = || queue.begun.iter().min().copied().filter(|begun| begun.elapsed() > SLOW);
+        queue.silent.or_else(hangs)
     }
 
     /// A waiter, who waits as long as reads of this repository do.
-    fn waiter(&self, then: Box<dyn FnOnce(io::Result<()>) + Send>) -> Waiter {
+    fn waiter(&self, then: Box<dyn FnOnce(io::Result<Fetched>) + Send>) -> Waiter {
         let (until, text) = match self.on_missing {
             OnMissing::Wait => (None, String::new()),
             OnMissing::Error(time) => {
@@ -160,9 +186,13 @@ impl Remote {
         let mut queue = self.queue.lock();
         loop {
             if let Some(job) = queue.jobs.pop_front() {
+                let begun = Instant::now();
+                queue.begun.push(begun);
                 drop(queue);
                 job.run();
                 queue = self.queue.lock();
+                let place = queue.begun.iter().position(|other| *other == begun);
+                queue.begun.swap_remove(place.expect("put there above"));
                 continue;
             }
             queue.idle += 1;
@@ -170,6 +200,15 @@ impl Remote {
             queue.idle -= 1;
             if is_over && queue.jobs.is_empty() {
                 queue.threads -= 1;
+                let mut unused = Readers::new();
+                if queue.threads == 0 {
+                    // Nobody waits any more.
+                    queue.silent = None;
+                    unused = std::mem::take(&mut *self.readers.lock());
+                }
+                drop(queue);
+                // A repository that hangs may do so when they are closed.
+                drop(unused);
                 return;
             }
         }
@@ -224,41 +263,42 @@ impl Job {
 }
 
 impl Far {
-    /// Brings a chunk here that nobody else brings.
+    /// Brings a chunk here that nobody else brings, if this host can keep it.
     ///
     /// # Errors
     /// `InvalidData` for other bytes than were shipped; else it may come later.
-    fn bring(&self, chunk: usize) -> Result<(), Failure> {
+    fn bring(&self, chunk: usize) -> Result<Fetched, Failure> {
         let cache = &self.remote.cache;
         let claimed = cache.claim(&self.cached, chunk);
         if claimed == Claimed::Here {
-            return Ok(());
+            return Ok(Fetched::Here);
         }
         let mut left = if claimed == Claimed::Found { Settled::Found } else { Settled::Missing };
         let brought = self.bring_claimed(chunk, &mut left);
-        let settled = if brought.is_ok() { Settled::Here } else { left };
+        let settled = if matches!(brought, Ok(Fetched::Here)) { Settled::Here } else { left };
         cache.settle(&self.cached, chunk, claimed, settled);
         brought
     }
 
     /// Brings a chunk of whose place in the file `left` says what it has.
-    fn bring_claimed(&self, chunk: usize, left: &mut Settled) -> Result<(), Failure> {
+    fn bring_claimed(&self, chunk: usize, left: &mut Settled) -> Result<Fetched, Failure> {
         let cache = &self.remote.cache;
         let digests = self.cached.digests(|| self.load_digests())?;
         let at = Cached::place_of(chunk);
         let mut bytes = vec![0; self.cached.chunk_len(chunk) as usize];
         let is_found = *left == Settled::Found && self.file.read_exact(&mut bytes, at).is_ok();
         if is_found && digests.prove(chunk, &bytes) {
-            return Ok(());
+            return Ok(Fetched::Here);
         }
         self.fetch(chunk, &digests, &mut bytes)?;
         *left = Settled::Found;
-        self.file.write_all(&bytes, at).map_err(|error| {
-            if error.kind() == io::ErrorKind::StorageFull {
-                cache.give_up_some();
-            }
-            Failure::new(error.kind(), format!("{}: {error}", cache.path().display()))
-        })
+        let mut written = self.file.write_all(&bytes, at);
+        if matches!(&written, Err(error) if error.kind() == io::ErrorKind::StorageFull) {
+            cache.give_up_some();
+            written = self.file.write_all(&bytes, at);
+        }
+        cache.note_written(&written);
+        Ok(if written.is_ok() { Fetched::Here } else { Fetched::NotKept })
     }
 
     /// Reads a chunk from the repository, and proves it.
@@ -287,13 +327,13 @@ impl Far {
         let reader = self.reader()?;
         reader.read_at(at, into).map_err(|error| {
             // The next one opens it anew: it may have been mounted again.
-            *self.reader.lock() = None;
+            self.remote.readers.lock().remove(&self.object.id);
             failure(&error)
         })
     }
 
     fn reader(&self) -> Result<Arc<dyn ObjectReader>, Failure> {
-        if let Some(reader) = &*self.reader.lock() {
+        if let Some(reader) = self.remote.readers.lock().get(&self.object.id) {
             return Ok(Arc::clone(reader));
         }
         let name = self.object.id.layer_name();
@@ -302,7 +342,7 @@ impl Far {
         if reader.len() != self.object.bytes {
             return Err(self.other_bytes(&format!("{name}, which has another length,")));
         }
-        *self.reader.lock() = Some(Arc::clone(&reader));
+        self.remote.readers.lock().insert(self.object.id, Arc::clone(&reader));
         Ok(reader)
     }
 
@@ -344,16 +384,8 @@ impl CachedLayer {
         self.0.object.id
     }
 
-    /// Stands for the layer as a file's identity does: from its random id, as it never changes.
-    pub fn identity(&self) -> FileIdentity {
-        let id = self.id().to_u128();
-        // An inode of 0 would be a device.
-        let file = FileId { dev: (id >> 64) as u64, ino: id as u64 | 1 };
-        FileIdentity { file, len: self.0.object.bytes, mtime_ns: 0, ctime_ns: 0 }
-    }
-
-    /// Waits until a chunk is here.
-    fn wait(&self, chunk: usize) -> io::Result<()> {
+    /// Waits until a chunk has been fetched.
+    fn wait(&self, chunk: usize) -> io::Result<Fetched> {
         let (tell, told) = std::sync::mpsc::channel();
         let then = move |fetched| {
             // The receiver waits below.
@@ -366,10 +398,17 @@ impl CachedLayer {
     /// Reads what of a chunk `into` is for, and waits for it if it is elsewhere.
     fn read(&self, chunk: usize, into: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
         let Far { cached, remote, file, .. } = &*self.0;
-        let mut is_again = false;
+        let (mut is_again, mut is_kept) = (false, true);
         loop {
             let Some(hold) = cached.hold(chunk..chunk + 1) else {
-                self.wait(chunk)?;
+                if !is_kept {
+                    match self.0.read_past(chunk, into, at) {
+                        Err(failure) if failure.kind != io::ErrorKind::InvalidData => {}
+                        read => return read.map_err(|failure| failure.error()),
+                    }
+                }
+                // As long as reads of this repository wait.
+                is_kept = self.wait(chunk)? == Fetched::Here;
                 continue;
             };
             let read = file.read_segments(into, at);
@@ -379,16 +418,20 @@ impl CachedLayer {
                 Ok(_) => io::ErrorKind::UnexpectedEof.into(),
                 Err(error) => error,
             };
-            if is_again {
-                // The cache's device may be failing.
-                return self.0.read_past(chunk, into, at).map_err(|failure| failure.error());
-            }
-            // The host has lost it: the repository has it still.
-            is_again = true;
+            // The host has lost it: the repository has it still. A second time, the cache's device may be failing.
+            (is_kept, is_again) = (!is_again, true);
             tracing::warn!(layer = %self.id(), %error, "the cache cannot read a chunk back: it is fetched again");
             remote.cache.lose(cached, chunk);
         }
     }
+}
+
+/// Stands for a layer as a file's identity does: from its random id, as it never changes.
+pub(crate) fn identity_of(object: &Object) -> FileIdentity {
+    let id = object.id.to_u128();
+    // An inode of 0 would be a device.
+    let file = FileId { dev: (id >> 64) as u64, ino: id as u64 | 1 };
+    FileIdentity { file, len: object.bytes, mtime_ns: 0, ctime_ns: 0 }
 }
 
 fn read_only() -> io::Error {
@@ -440,16 +483,16 @@ impl Fetch for CachedLayer {
         cached.hold(cached.chunks_of(at, len))
     }
 
-    fn fetch(&self, at: HostOffset, len: u64, then: Box<dyn FnOnce(io::Result<()>) + Send>) {
+    fn fetch(&self, at: HostOffset, len: u64, then: Box<dyn FnOnce(io::Result<Fetched>) + Send>) {
         let Far { cached, remote, .. } = &*self.0;
         let absent: Vec<usize> = cached.chunks_of(at, len).filter(|&chunk| !cached.is_here(chunk)).collect();
         if absent.is_empty() {
-            return then(Ok(()));
+            return then(Ok(Fetched::Here));
         }
         if remote.cache.is_closed() {
             return then(Err(Failure::closed().error()));
         }
-        let all = Arc::new(Mutex::new((absent.len(), Ok(()), Some(then))));
+        let all = Arc::new(Mutex::new((absent.len(), Ok(Fetched::Here), Some(then))));
         for chunk in absent {
             let all = Arc::clone(&all);
             let waiter = remote.waiter(Box::new(move |fetched| came(&all, fetched)));
@@ -473,18 +516,18 @@ impl Fetch for CachedLayer {
 }
 
 /// Who is told when the last of several chunks has come, and what.
-type All = Mutex<(usize, io::Result<()>, Option<Box<dyn FnOnce(io::Result<()>) + Send>>)>;
+type All = Mutex<(usize, io::Result<Fetched>, Option<Box<dyn FnOnce(io::Result<Fetched>) + Send>>)>;
 
 /// One of several chunks has come, or cannot be had.
-fn came(all: &All, fetched: io::Result<()>) {
+fn came(all: &All, fetched: io::Result<Fetched>) {
     let mut all_now = all.lock();
     let (left, result, then) = &mut *all_now;
     *left -= 1;
-    if result.is_ok() {
+    if result.is_ok() && !matches!(fetched, Ok(Fetched::Here)) {
         *result = fetched;
     }
     if *left == 0 {
-        let (result, then) = (std::mem::replace(result, Ok(())), then.take());
+        let (result, then) = (std::mem::replace(result, Ok(Fetched::Here)), then.take());
         drop(all_now);
         then.expect("the last comes once")(result);
     }

@@ -23,9 +23,9 @@ use vmstrata_repo::{
     Swept,
 };
 use vmstrata_store::{
-    Effect, Fault, FaultPlan, FaultStore, Fetch, OperationKind, Segment, Store, StoreId, When,
+    Effect, Fault, FaultPlan, FaultStore, Fetch, Fetched, OperationKind, Segment, Store, StoreId, When,
 };
-use vmstrata_tier::{Cache, CachedLayer, Object, OnMissing, Remote, is_object_name, ship};
+use vmstrata_tier::{CACHE_BYTES_MIN, Cache, CachedLayer, Object, OnMissing, Remote, is_object_name, ship};
 use vmstrata_types::HostOffset;
 
 const CHUNK: u64 = 256 << 10;
@@ -234,7 +234,7 @@ fn a_chunk_that_hundreds_wait_for_is_fetched_once() {
     }
     assert!(told.try_recv().is_err(), "nothing can have come");
     world.link.set(Mood::Answers);
-    (0..300).for_each(|_| told.recv().unwrap().unwrap());
+    (0..300).for_each(|_| assert_eq!(told.recv().unwrap().unwrap(), Fetched::Here));
     assert_eq!(world.link.reads(), 3);
     world.check(&layer);
 }
@@ -445,18 +445,69 @@ fn a_host_that_cannot_keep_chunks_delays_reads_and_changes_none() {
 }
 
 #[test]
-fn a_cache_whose_files_cannot_be_read_is_read_past() {
+fn a_cache_whose_files_cannot_be_used_is_read_past() {
+    for (kind, errno) in [
+        (OperationKind::Read, libc::EIO),
+        (OperationKind::Write, libc::EIO),
+        (OperationKind::Write, libc::ENOSPC),
+    ] {
+        let world = World::new();
+        let plan = FaultPlan::new();
+        let wrap = {
+            let plan = Arc::clone(&plan);
+            move |file| Arc::new(FaultStore::new(file, &plan, StoreId(0))) as Arc<dyn Store>
+        };
+        let cache = Cache::open_with(&world.dir(), u64::MAX, wrap).unwrap();
+        let layer = world.layer(&cache, OnMissing::Wait);
+        plan.add(Fault { kind: Some(kind), store: None, when: When::From(0), effect: Effect::Fail(errno) });
+        world.check(&layer);
+        // Such reads wait for the repository, too.
+        world.link.set(Mood::Fails);
+        std::thread::scope(|scope| {
+            let asked = world.link.asked.load(Ordering::SeqCst);
+            let waits = scope.spawn(|| world.check(&layer));
+            wait_until("it to be asked for", || world.link.asked.load(Ordering::SeqCst) > asked + 1);
+            assert!(!waits.is_finished());
+            world.link.set(Mood::Answers);
+        });
+        plan.clear();
+        world.check(&layer);
+        assert!(layer.hold(HostOffset::ZERO, LEN as u64).is_some(), "all is kept again");
+    }
+}
+
+#[test]
+fn a_repository_that_fails_or_hangs_is_known_to_be_silent() {
+    for mood in [Mood::Fails, Mood::Hangs] {
+        let world = World::new();
+        let cache = world.cache(u64::MAX);
+        let remote = Remote::new(&cache, world.repository.clone(), OnMissing::Wait);
+        let layer = remote.layer(&world.object).unwrap();
+        world.check(&layer);
+        assert_eq!(remote.silent_since(), None);
+        drop(layer);
+        let world = World::new();
+        let remote = Remote::new(&cache, world.repository.clone(), OnMissing::Wait);
+        let layer = remote.layer(&world.object).unwrap();
+        world.link.set(mood);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| world.check(&layer));
+            wait_until("it to be noticed", || remote.silent_since().is_some());
+            world.link.set(Mood::Answers);
+            waits.join().unwrap();
+        });
+        assert_eq!(remote.silent_since(), None);
+    }
+}
+
+#[test]
+fn a_budget_leaves_room_for_what_guests_write() {
     let world = World::new();
-    let plan = FaultPlan::new();
-    let cache = {
-        let plan = Arc::clone(&plan);
-        let wrap = move |file| Arc::new(FaultStore::new(file, &plan, StoreId(0))) as Arc<dyn Store>;
-        Cache::open_with(&world.dir(), u64::MAX, wrap).unwrap()
-    };
-    let layer = world.layer(&cache, OnMissing::Wait);
-    let (kind, effect) = (Some(OperationKind::Read), Effect::Fail(libc::EIO));
-    plan.add(Fault { kind, store: None, when: When::From(0), effect });
-    world.check(&layer);
+    let asked = |bytes| Cache::open_within(&world.dir(), bytes).unwrap().usage().budget;
+    assert_eq!(asked(Some(300 << 20)), 300 << 20);
+    assert_eq!(asked(Some(1)), CACHE_BYTES_MIN);
+    let (default, most) = (asked(None), asked(Some(u64::MAX)));
+    assert!(default < most && most < u64::MAX / 2, "{default} {most}");
 }
 
 const ORDERS: &str = "VMSTRATA_TEST_CHILD";

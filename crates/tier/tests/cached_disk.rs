@@ -218,6 +218,25 @@ fn a_cache_file_that_fails_costs_a_fetch_and_no_read() {
 }
 
 #[test]
+fn a_cache_that_cannot_be_written_keeps_no_read_waiting() {
+    let mut random = random("unwritable", 0);
+    let world = World::new(&mut random);
+    let plan = FaultPlan::new();
+    let cache = world.cache(2 << 20, Some(&plan));
+    let disk = world.open(&world.disk(), Arc::new(world.files(&cache)));
+    let (kind, effect) = (Some(OperationKind::Write), Effect::Fail(libc::EIO));
+    plan.add(Fault { kind, store: Some(CACHE), when: When::From(0), effect });
+    let model = world.use_disk(&disk, &mut random);
+    assert_reads(&disk, &model, "without a cache");
+    // Long requests are carried out in pieces.
+    let mut client = Client::new(&disk, 4);
+    client.push(Op::Read, 0, SIZE, None);
+    let done = client.drain().remove(0);
+    done.result.unwrap();
+    assert_same(&done.bytes, &model, 0, "in one request");
+}
+
+#[test]
 fn bytes_that_the_repository_changed_reach_no_guest() {
     let mut random = random("changed", 0);
     let world = World::new(&mut random);

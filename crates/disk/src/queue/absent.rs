@@ -10,12 +10,12 @@
 //! The read waits in its slot, outside the disk's epochs: no thread and no lock is held, other requests pass it, and layers may
 //! change meanwhile. Requests of all kinds that need a worker do the same: it looks for what is absent before it carries them out. When
 //! the last piece has come, a worker carries the request out. Pieces may have gone again; it waits for each on its own, as where there is
-//! no room for all of them at a time, they would never be here together.
+//! no room for all of them at a time, they would never be here together. The same goes for what this host cannot keep.
 
 use std::sync::Arc;
 
 use smallvec::SmallVec;
-use vmstrata_store::{Hold, RingFile};
+use vmstrata_store::{Fetched, Hold, RingFile};
 
 use super::IoQueue;
 use super::plan::Parts;
@@ -66,19 +66,19 @@ impl IoQueue {
     }
 
     /// What a request waited for has come, or cannot be had.
-    pub(super) fn fetched(&mut self, number: u32, fetched: Result<()>, out: &mut Vec<Completion>) {
+    pub(super) fn fetched(&mut self, number: u32, fetched: Result<Fetched>, out: &mut Vec<Completion>) {
         let slot = &mut self.slots[number as usize];
         let request = slot.request.as_ref().expect("a slot in use has a request");
         match fetched {
-            Ok(()) if !request.is_long() => self.send_whatever_is_absent(number),
             // There may be more to wait for.
-            Ok(()) => {
+            Ok(Fetched::Here) if request.is_long() => {
                 self.begun = slot.begun;
                 let request = slot.request.take().expect("looked at above");
                 self.free.push(number);
                 self.start(request);
                 self.submit();
             }
+            Ok(_) => self.send_whatever_is_absent(number),
             // All else that it covers is brought to stable storage.
             Err(_) if request.op == Op::Flush => self.send_whatever_is_absent(number),
             Err(error) => out.push(self.release(number, Err(error))),

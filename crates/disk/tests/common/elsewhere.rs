@@ -10,7 +10,7 @@ use vmstrata_disk::{
     CreateOptions, Disk, Format, LocalFiles, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role,
     create,
 };
-use vmstrata_store::{Fetch, Gate, Hold, LocalFile, Segment, Store, total_len};
+use vmstrata_store::{Fetch, Fetched, Gate, Hold, LocalFile, Segment, Store, total_len};
 use vmstrata_types::HostOffset;
 
 use super::scratch;
@@ -20,7 +20,7 @@ use super::wait::wait_until;
 pub const CHUNK: u64 = 64 << 10;
 pub const CHUNKS: u64 = 1024;
 
-type Then = Box<dyn FnOnce(io::Result<()>) + Send>;
+type Then = Box<dyn FnOnce(io::Result<Fetched>) + Send>;
 
 /// What of the base is here, and who waits for the rest.
 #[derive(Default)]
@@ -48,7 +48,7 @@ impl Elsewhere {
         let waiting: Vec<_> = self.waiting.lock().unwrap().drain(..).collect();
         for (chunks, then) in waiting {
             self.here.lock().unwrap()[chunks].iter_mut().for_each(|here| *here |= !is_lost);
-            then(if is_lost { Err(io::ErrorKind::NotConnected.into()) } else { Ok(()) });
+            then(if is_lost { Err(io::ErrorKind::NotConnected.into()) } else { Ok(Fetched::Here) });
         }
     }
 }
