@@ -70,6 +70,11 @@ pub struct DiskSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1, maximum = 600)]
     pub window: Option<u64>,
+    /// With `tier`: what becomes of reads that need the repository while that does not answer. They `wait`, which is so if omitted, or
+    /// fail after so many seconds; `error` alone means 30.
+    #[serde(alias = "on-missing", default, skip_serializing_if = "Option::is_none")]
+    #[schema(pattern = "^(wait|error(:[1-9][0-9]{0,3})?)$")]
+    pub on_missing: Option<String>,
 }
 
 /// How data passes the host's page cache.

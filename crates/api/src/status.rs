@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::{DiskStatus, ExportStatus};
+use crate::{DiskStatus, ExportStatus, TierCache};
 
 /// The server, its disks and its exports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -20,6 +20,9 @@ pub struct ServerStatus {
     pub io_uring_refused: Option<String>,
     /// What its disks share.
     pub resources: ResourceStatus,
+    /// What it keeps on this host of the layers of tiered disks that are in repositories.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tier_caches: Vec<TierCache>,
     /// The disks, in the order in which they were added.
     pub disks: Vec<DiskStatus>,
     /// The exports, in the order in which they were added.

@@ -33,6 +33,25 @@ pub struct TierStatus {
     /// The age of the oldest write that the repository lacks, at most: what would be lost with this host. Absent if it has all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unpublished_seconds: Option<u64>,
+    /// For how many seconds the repository has not answered reads of what the cache lacks: they wait. Absent while it answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reads_wait_seconds: Option<u64>,
+    /// What is kept of the layers of this and other disks that are in repositories.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<TierCache>,
+}
+
+/// What a directory of this host keeps of layers that are in repositories. Disks with the same `tier` share it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct TierCache {
+    /// The directory.
+    pub directory: String,
+    /// Bytes of layers in it.
+    pub bytes: u64,
+    /// The most there should be.
+    pub max_bytes: u64,
+    /// Chunks of 256 KiB that came from repositories since the server began.
+    pub fetched_chunks: u64,
 }
 
 /// Whether a tiered disk is published.

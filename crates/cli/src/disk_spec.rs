@@ -23,8 +23,8 @@ pub fn format_parser() -> impl TypedValueParser<Value = Format> {
 }
 
 /// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
-/// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,window=SECONDS]]
-/// [,LIMITS]`.
+/// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,window=SECONDS]
+/// [,on-missing=wait|error[:SECONDS]]][,LIMITS]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.
@@ -144,6 +144,7 @@ mod tests {
     use vmstrata_disk::{DetectZeroes, Limit, Limits};
     use vmstrata_export::SocketAccess;
     use vmstrata_store::CacheMode;
+    use vmstrata_tier::OnMissing;
 
     use super::*;
 
@@ -196,11 +197,11 @@ mod tests {
         let backing = |text| parse_disk(text).unwrap().backing;
         assert_eq!(backing("path=a,backing=none"), Some(Vec::new()));
         assert_eq!(backing("path=a,backing=/b.raw:/c"), Some(vec!["/b.raw".into(), "/c".into()]));
-        let tier = parse_disk("path=a,tier=/var/lib/vmstrata,window=5").unwrap().tier.unwrap();
-        assert_eq!(
-            (tier.dir.as_path(), tier.window),
-            (Path::new("/var/lib/vmstrata"), Some(Duration::from_secs(5)))
-        );
+        let tier =
+            parse_disk("path=a,tier=/var/lib/vmstrata,window=5,on-missing=error:9").unwrap().tier.unwrap();
+        let seconds = Duration::from_secs;
+        assert_eq!((tier.dir.as_path(), tier.window), (Path::new("/var/lib/vmstrata"), Some(seconds(5))));
+        assert_eq!(tier.on_missing, OnMissing::Error(seconds(9)));
         let kept = parse_disk("path=a,keep=daily=7,,weekly=4").unwrap().keep;
         assert_eq!(kept.unwrap().to_string(), "daily=7,weekly=4");
     }

@@ -4,11 +4,15 @@ mod support;
 
 use std::fs;
 use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
 
+use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 use support::http::ask;
 use support::server::Server;
-use support::{Images, assert_clean, audited, run_err, run_json, run_ok, tool, tool_ok, wait_until};
+use support::{
+    Images, assert_clean, audited, run_err, run_json, run_ok, tool, tool_ok, vmstrata, wait_until,
+};
 
 /// A disk on a NAS, and hosts each with a directory of its own.
 struct Nas {
@@ -253,6 +257,7 @@ fn what_does_not_go_with_tiers_is_refused_by_name() {
     for (keys, why) in [
         ("read-only", "'read-only' does not go with 'tier'"),
         ("window=601", "'window' is 1 to 600 seconds, not 601"),
+        ("on-missing=fail", "'on-missing' is wait, error or error:SECONDS (1 to 3600), not 'fail'"),
     ] {
         let disk = format!("path={},tier={},{keys}", nas.path, nas.images.name("c"));
         let refused = run_err(64, ["serve", "--disk", &disk, "--nbd", "unix:/nowhere"]);
@@ -321,5 +326,92 @@ fn snapshots_of_a_tiered_disk_are_states_in_its_repository() {
     for copy in [&clone, &backup] {
         tool_ok("qemu-img", ["compare", copy, &monday]);
     }
+    assert!(server.stop().success());
+}
+
+/// Reads at the server without waiting for it: it has come when the child has ended.
+fn read_later(server: &Server, command: &str) -> Child {
+    let mut reader = Command::new("qemu-io");
+    reader.args(["-r", "-f", "raw", "-c", command, &server.uri("web")]);
+    reader.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// What such a read has printed.
+fn ended(child: Child) -> String {
+    let output = child.wait_with_output().unwrap();
+    String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+}
+
+/// A server whose disk has pattern 9 in its first 8 MiB, of which the first 64 KiB were read, and whose repository has gone since.
+fn cut_off(nas: &Nas, keys: &str) -> Server {
+    for image in [&nas.path, &nas.model] {
+        tool_ok("qemu-io", ["-f", "qcow2", "-c", "write -P 9 0 8M", image]);
+    }
+    let mut args = nas.args("a", 600);
+    args[1].push_str(keys);
+    let server = Server::start(&args.each_ref().map(String::as_str));
+    tool_ok("qemu-io", ["-r", "-f", "raw", "-c", "read -P 9 0 64k", &server.uri("web")]);
+    let open = format!("/proc/{}/fd", server.pid().as_raw_nonzero());
+    wait_until("its layers to be closed", || {
+        let files = fs::read_dir(&open).unwrap().filter_map(|file| fs::read_link(file.ok()?.path()).ok());
+        !files.into_iter().any(|file| file.starts_with(nas.repository()))
+    });
+    fs::rename(nas.repository(), nas.away()).unwrap();
+    server
+}
+
+#[test]
+fn reads_of_what_the_cache_lacks_wait_for_the_repository_and_all_else_goes_on() {
+    let nas = Nas::new();
+    let server = cut_off(&nas, "");
+    let mut waiting = read_later(&server, "read -P 9 6M 64k");
+    wait_until("it to be noticed", || tier(&server)["reads_wait_seconds"].is_u64());
+    for command in [&["status"][..], &["tier", "status", "web"]] {
+        let said = server.ask_ok(command.iter().copied());
+        assert!(said.contains("READS WAIT") && said.contains("cache: "), "{said}");
+    }
+    nas.write(&server, "write -P 3 32M 64k");
+    let read = tool_ok("qemu-io", ["-f", "raw", "-c", "read -P 9 0 64k", &server.uri("web")]);
+    assert!(!read.contains("failed"), "{read}");
+    assert!(waiting.try_wait().unwrap().is_none(), "it waits");
+    fs::rename(nas.away(), nas.repository()).unwrap();
+    let read = ended(waiting);
+    assert!(read.contains("read 65536/65536") && !read.contains("failed"), "{read}");
+    wait_until("it to answer", || tier(&server)["reads_wait_seconds"].is_null());
+    let cache = &tier(&server)["cache"];
+    assert!(cache["fetched_chunks"].as_u64() > Some(1), "{cache}");
+    assert!(cache["bytes"].as_u64() < cache["max_bytes"].as_u64(), "{cache}");
+    server.ask_ok(["tier", "sync", "web"]);
+    nas.assert_published();
+    assert!(server.stop().success());
+}
+
+#[test]
+fn reads_of_what_the_cache_lacks_fail_in_time_if_they_are_to() {
+    let nas = Nas::new();
+    let server = cut_off(&nas, ",on-missing=error:1");
+    let read = ended(read_later(&server, "read -P 9 6M 64k"));
+    assert!(read.contains("read failed"), "{read}");
+    fs::rename(nas.away(), nas.repository()).unwrap();
+    let read = ended(read_later(&server, "read -P 9 6M 64k"));
+    assert!(read.contains("read 65536/65536") && !read.contains("failed"), "{read}");
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_server_whose_reads_wait_ends_and_the_next_finds_what_it_has_fetched() {
+    let nas = Nas::new();
+    let mut server = cut_off(&nas, "");
+    let waiting = read_later(&server, "read -P 9 6M 64k");
+    wait_until("it to be noticed", || tier(&server)["reads_wait_seconds"].is_u64());
+    kill_process(server.pid(), Signal::TERM).unwrap();
+    server.wait();
+    assert!(!ended(waiting).contains("read 65536/65536"));
+    fs::rename(nas.away(), nas.repository()).unwrap();
+    let server = nas.serve("a");
+    let read = ended(read_later(&server, "read -P 9 0 8M"));
+    assert!(read.contains("read 8388608/8388608") && !read.contains("failed"), "{read}");
+    let fetched = tier(&server)["cache"]["fetched_chunks"].as_u64().unwrap();
+    assert!((1..32).contains(&fetched), "{fetched} chunks");
     assert!(server.stop().success());
 }

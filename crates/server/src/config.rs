@@ -34,7 +34,7 @@ use vmstrata_export::SocketAccess;
 
 use crate::options::{ControlPlace, Limits, LogFormat, Options, TlsFiles};
 use crate::size::SizeError;
-use crate::spec::{DiskSpec, MetricsError, NbdError, NbdSpec, SpecError, VhostUserSpec};
+use crate::spec::{DiskSpec, MetricsError, NbdError, NbdSpec, SpecError, TierCacheError, VhostUserSpec};
 
 /// A configuration file that cannot be used, and where in it the reason is.
 #[derive(Debug, thiserror::Error)]
@@ -67,6 +67,9 @@ pub enum ConfigFault {
     /// A size that is none.
     #[error(transparent)]
     Size(#[from] SizeError),
+    /// A size that no cache of layers can have.
+    #[error(transparent)]
+    TierCache(#[from] TierCacheError),
     /// A place for metrics that is none.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
@@ -111,6 +114,8 @@ pub struct Settings {
     pub max_open_files: Option<usize>,
     /// Threads for what may block.
     pub workers: Option<usize>,
+    /// Bytes of repositories' layers in each directory of tiered disks.
+    pub tier_cache_bytes: Option<u64>,
     /// Where volatile journals go.
     pub runtime_dir: Option<PathBuf>,
     /// Where the server is controlled.
@@ -157,6 +162,7 @@ impl Settings {
             metadata_cache_bytes: self.metadata_cache_bytes.or(others.metadata_cache_bytes),
             max_open_files: self.max_open_files.or(others.max_open_files),
             workers: self.workers.or(others.workers),
+            tier_cache_bytes: self.tier_cache_bytes.or(others.tier_cache_bytes),
             runtime_dir: self.runtime_dir.or(others.runtime_dir),
             control: self.control.or(others.control),
             metrics: self.metrics.or(others.metrics),
@@ -180,6 +186,7 @@ impl Settings {
                 metadata_cache_bytes: self.metadata_cache_bytes.unwrap_or(limits.metadata_cache_bytes),
                 max_open_files: self.max_open_files,
                 workers: self.workers,
+                tier_cache_bytes: self.tier_cache_bytes,
             },
             runtime_dir: self.runtime_dir,
             forget_added: false,

@@ -21,6 +21,14 @@ pub enum Error {
     /// The engine of tiered disks refused or failed.
     #[error(transparent)]
     Tier(#[from] vmstrata_tier::Error),
+    /// The directory for copies of tiered disks cannot be used.
+    #[error("{}: cannot make the directory for copies of tiered disks", path.display())]
+    TierDirectory {
+        /// The directory.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// Something that cannot be done with a tiered disk.
     #[error("disk '{name}' is tiered, which does not go with {what} yet")]
     Tiered {

@@ -13,6 +13,7 @@
 //! journal replays. A disk is not closed while it is lent (`users`). No export leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
 //! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
 
+mod caches;
 mod disks;
 mod exports;
 mod jobs;
@@ -37,8 +38,9 @@ use vmstrata_api::Event;
 use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
-use vmstrata_tier::Tiered;
+use vmstrata_tier::{CachedFiles, Tiered};
 
+use self::caches::Caches;
 use self::exports::{Export, State};
 pub use self::jobs::merge_options;
 use self::reconcile::Wait;
@@ -65,6 +67,7 @@ const END_PATIENCE: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub struct Host {
     resources: Arc<Resources>,
+    caches: Caches,
     limits: ResourceOptions,
     allow_backing: Vec<PathBuf>,
     /// Whether disks are opened without unflushed writes that cannot be taken up.
@@ -195,12 +198,14 @@ impl Host {
     /// A certificate that cannot be used, an audit file that cannot be written.
     pub(crate) fn new(options: &Options, runtime_dir: PathBuf) -> Result<Arc<Self>, Error> {
         let guards = Guards::new(&runtime_dir, options.thaw_guard.clone());
-        let (resources, limits) = options.resources(runtime_dir)?;
+        let files = Arc::<CachedFiles>::default();
+        let (resources, limits) = options.resources(runtime_dir, files.clone())?;
         let events = broadcast::Sender::new(EVENTS_KEPT);
         let audit = Audit::new(events.clone(), options.audit.as_deref())?;
         let due = Arc::<Due>::default();
         Ok(Arc::new(Self {
             resources,
+            caches: Caches::new(files, options.limits.tier_cache_bytes),
             limits,
             allow_backing: options.allow_backing.clone(),
             discards_unflushed: AtomicBool::new(options.discard_unflushed),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Deserialize;
-use vmstrata_disk::{ResourceOptions, Resources};
+use vmstrata_disk::{Opener, ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{TlsConfig, TlsMode};
 
@@ -88,11 +88,13 @@ pub struct Limits {
     pub max_open_files: Option<usize>,
     /// Threads for what may block; `None` for the number of processors.
     pub workers: Option<usize>,
+    /// Bytes of repositories' layers in each directory of tiered disks; `None` derives it from the file system's room.
+    pub tier_cache_bytes: Option<u64>,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { metadata_cache_bytes: 64 << 20, max_open_files: None, workers: None }
+        Self { metadata_cache_bytes: 64 << 20, max_open_files: None, workers: None, tier_cache_bytes: None }
     }
 }
 
@@ -129,11 +131,15 @@ impl Options {
         self.nbd_tls.as_ref().is_some_and(|tls| tls.client_ca.is_some())
     }
 
-    /// Makes what the disks will share. Returns it with the limits that it keeps to.
+    /// Makes what the disks will share, whose files `opener` opens. Returns it with the limits that it keeps to.
     ///
     /// # Errors
     /// A host that cannot start its threads.
-    pub(crate) fn resources(&self, runtime_dir: PathBuf) -> Result<(Arc<Resources>, ResourceOptions), Error> {
+    pub(crate) fn resources(
+        &self,
+        runtime_dir: PathBuf,
+        opener: Arc<dyn Opener>,
+    ) -> Result<(Arc<Resources>, ResourceOptions), Error> {
         let open_files = limits::raise_open_files();
         let processors = std::thread::available_parallelism().map_or(WORKERS_MIN, usize::from);
         let options = ResourceOptions {
@@ -142,7 +148,7 @@ impl Options {
             workers: self.limits.workers.unwrap_or_else(|| processors.max(WORKERS_MIN)),
             journal_dir: Some(runtime_dir),
         };
-        Ok((Resources::start(options.clone())?, options))
+        Ok((Resources::start_with(options.clone(), opener)?, options))
     }
 
     pub(crate) fn runtime_dir(&self) -> Result<PathBuf, Error> {

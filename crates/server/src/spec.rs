@@ -23,6 +23,7 @@ use vmstrata_api as api;
 use vmstrata_disk::LimitError;
 use vmstrata_disk::snapshot::KeepError;
 use vmstrata_export::SocketAccess;
+use vmstrata_tier::CACHE_BYTES_MIN;
 use vmstrata_types::path_from_text;
 
 pub use self::disk::{CloneOf, DiskSpec, StateError, TierSpec};
@@ -31,6 +32,7 @@ pub(crate) use self::limits::{limits_of, shown_limits};
 pub use self::nbd::{NbdError, NbdSpec};
 pub(crate) use self::together::check_guests;
 pub use self::together::check_together;
+use crate::size::{SizeError, parse_size};
 
 /// The longest disk name, well under NBD's limit of 4096 for export names.
 const NAME_BYTES_MAX: usize = 255;
@@ -162,9 +164,18 @@ pub enum SpecError {
         /// Why.
         error: LimitError,
     },
-    /// A window without a tier.
-    #[error("'window' goes with 'tier'")]
-    WindowWithoutTier,
+    /// A key of tiered disks without a tier.
+    #[error("'{key}' goes with 'tier'")]
+    WithoutTier {
+        /// The key.
+        key: &'static str,
+    },
+    /// No answer to what becomes of reads without the repository.
+    #[error("'on-missing' is wait, error or error:SECONDS (1 to 3600), not '{text}'")]
+    OnMissing {
+        /// What was asked for.
+        text: String,
+    },
     /// A window that is too short or too long.
     #[error("'window' is 1 to 600 seconds, not {seconds}")]
     Window {
@@ -372,6 +383,26 @@ pub fn parse_metrics(text: &str) -> Result<SocketAddr, MetricsError> {
         Err(_) => place.parse().map_err(|_| MetricsError::Place)?,
     };
     if address.ip().is_loopback() || is_insecure { Ok(address) } else { Err(MetricsError::Exposed(address)) }
+}
+
+/// A text that is no size of a cache of layers.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TierCacheError {
+    /// It is no size.
+    #[error(transparent)]
+    Size(#[from] SizeError),
+    /// One that large requests do not go through.
+    #[error("a tier-cache has at least 256M")]
+    Small,
+}
+
+/// Reads the size of a cache of layers.
+///
+/// # Errors
+/// When it is none, or less than [`CACHE_BYTES_MIN`].
+pub fn parse_tier_cache(text: &str) -> Result<u64, TierCacheError> {
+    let bytes = parse_size(text)?;
+    if bytes >= CACHE_BYTES_MIN { Ok(bytes) } else { Err(TierCacheError::Small) }
 }
 
 /// A text that is no permissions.

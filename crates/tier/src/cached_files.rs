@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
 use vmstrata_disk::{IoContext as _, LocalFiles, Opened, Opener, Role};
@@ -41,31 +41,30 @@ struct Layer {
     object: Object,
 }
 
-/// How the layers of a disk are read that are in its repository.
+/// How the layers of a disk are read that are in a directory.
 #[derive(Clone, Debug)]
 pub struct ReadThrough {
-    /// What opens the files of the disk, as of all others that share its [`vmstrata_disk::Resources`].
-    pub files: Arc<CachedFiles>,
-    /// What keeps them on this host.
-    pub cache: Arc<Cache>,
-    /// What becomes of reads while the repository does not answer.
-    pub on_missing: OnMissing,
+    /// As of all disks that share its [`vmstrata_disk::Resources`].
+    files: Arc<CachedFiles>,
+    cache: Arc<Cache>,
+    on_missing: OnMissing,
+    remote: Arc<OnceLock<Arc<Remote>>>,
 }
 
 impl ReadThrough {
-    /// From now on, chains get these layers of the repository in the directory `dir` through the cache.
-    ///
-    /// # Errors
-    /// As [`CachedFiles::add`].
-    pub(crate) fn begin(
-        &self,
-        dir: &Path,
-        repository: Arc<dyn Repository>,
-        objects: &[Object],
-    ) -> Result<Arc<Remote>> {
-        let remote = Remote::new(&self.cache, repository, self.on_missing);
-        self.files.add(dir, &remote, objects)?;
-        Ok(remote)
+    /// How the layers of one disk are read.
+    pub fn new(files: Arc<CachedFiles>, cache: Arc<Cache>, on_missing: OnMissing) -> Self {
+        Self { files, cache, on_missing, remote: Arc::default() }
+    }
+
+    /// What opens the files of the disk.
+    pub(crate) fn files(&self) -> &Arc<CachedFiles> {
+        &self.files
+    }
+
+    /// The layers of the disk's repository.
+    pub(crate) fn remote(&self, repository: Arc<dyn Repository>) -> &Arc<Remote> {
+        self.remote.get_or_init(|| Remote::new(&self.cache, repository, self.on_missing))
     }
 }
 

@@ -57,6 +57,10 @@ pub(crate) fn claim(
     let claim = if base.is_some() { Claim::Resume } else { Claim::First };
     let mut publisher = Publisher::claim(repository, owner, claim)?;
     place.show(&publisher.head().epoch)?;
+    if base.is_some() && place.remote()?.is_some() {
+        let stands_on = stand::epochs_of(&**publisher.repository(), owner)?;
+        stands_on.iter().try_for_each(|epoch| place.show(epoch))?;
+    }
     match base {
         None => make_copy(&mut copy, place, &mut publisher, open, resources)?,
         Some(base) => {

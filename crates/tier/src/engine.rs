@@ -95,6 +95,8 @@ impl Shared {
             unpublished_bytes: 0,
             unpublished_since_ns: None,
             state: TierState::Publishing,
+            cache: None,
+            silent_since: None,
         };
         let orders = Orders {
             asked: 0,

@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use vmstrata_disk::{AtomicFile, LocalFiles, Opener};
 use vmstrata_repo::{DirectoryRepository, Repository};
 
-use crate::cached_files::CachedFiles;
+use crate::cached_files::{CachedFiles, ReadThrough};
 use crate::error::{Error, Result};
 use crate::head::{Epoch, EpochNumber, OwnerId, as_text, is_object_name};
 use crate::lock::lock_within;
@@ -59,6 +59,8 @@ pub struct Place {
     pub local: PathBuf,
     /// The repository, unless that is its directory.
     pub elsewhere: Option<Elsewhere>,
+    /// What layers in that directory are read through; `None` for files as all others.
+    reading: Option<ReadThrough>,
 }
 
 impl Place {
@@ -70,7 +72,7 @@ impl Place {
         let path = real(path).map_err(Error::of_file(path, "find the disk"))?;
         let tier = std::path::absolute(tier).map_err(Error::of_file(tier, "find the directory"))?;
         let local = local_of(&path, &tier, path.as_os_str().as_bytes());
-        Ok(Self { repository: repository_of(&path), local, path, elsewhere: None })
+        Ok(Self { repository: repository_of(&path), local, path, elsewhere: None, reading: None })
     }
 
     /// The disk whose first layer was made of the image at `path`, or will be, in a repository that is no directory.
@@ -81,7 +83,13 @@ impl Place {
         let absolute = |path| std::path::absolute(path).map_err(Error::of_file(path, "find the disk"));
         let (path, tier) = (absolute(path)?, absolute(tier)?);
         let local = local_of(&path, &tier, elsewhere.remote.repository().describe().as_bytes());
-        Ok(Self { repository: repository_of(&local), local, path, elsewhere: Some(elsewhere) })
+        Ok(Self { repository: repository_of(&local), local, path, elsewhere: Some(elsewhere), reading: None })
+    }
+
+    /// The same, whose layers are read through a cache of this host.
+    #[must_use]
+    pub fn read_through(self, reading: ReadThrough) -> Self {
+        Self { reading: Some(reading), ..self }
     }
 
     /// The file that takes the guest's writes.
@@ -115,16 +123,34 @@ impl Place {
 impl Place {
     /// What opens files of the disk's chain.
     pub(crate) fn opener(&self) -> Arc<dyn Opener> {
-        match &self.elsewhere {
-            Some(elsewhere) => Arc::clone(&elsewhere.files) as _,
-            None => Arc::new(LocalFiles),
+        match (&self.elsewhere, &self.reading) {
+            (Some(elsewhere), _) => Arc::clone(&elsewhere.files) as _,
+            (None, Some(reading)) => Arc::clone(reading.files()) as _,
+            (None, None) => Arc::new(LocalFiles),
         }
     }
 
     /// Lets chains of this host stand on the layers of an epoch.
     pub(crate) fn show(&self, epoch: &Epoch) -> Result<()> {
-        let Some(Elsewhere { remote, files }) = &self.elsewhere else { return Ok(()) };
-        files.add(&self.repository, remote, &epoch.objects)
+        let Some(remote) = self.remote()? else { return Ok(()) };
+        let files = match (&self.elsewhere, &self.reading) {
+            (Some(elsewhere), _) => &elsewhere.files,
+            (None, Some(reading)) => reading.files(),
+            (None, None) => return Ok(()),
+        };
+        files.add(&self.repository, &remote, &epoch.objects)
+    }
+
+    /// What reads the layers of the repository, unless they are files as all others.
+    ///
+    /// # Errors
+    /// As [`Place::open_repository`].
+    pub(crate) fn remote(&self) -> Result<Option<Arc<Remote>>> {
+        if let Some(elsewhere) = &self.elsewhere {
+            return Ok(Some(Arc::clone(&elsewhere.remote)));
+        }
+        let Some(reading) = &self.reading else { return Ok(None) };
+        Ok(self.open_repository()?.map(|repository| Arc::clone(reading.remote(repository))))
     }
 }
 

@@ -18,7 +18,7 @@ use vmstrata_repo::Repository;
 use vmstrata_store::proc::host_name;
 
 use crate::error::Result;
-use crate::head::{EpochNumber, Object, ObjectId, OwnerId};
+use crate::head::{Epoch, EpochNumber, Object, ObjectId, OwnerId};
 use crate::pin::{Pin, Purpose};
 
 /// Bytes that are kept for a copy alone, until it is made to stand on other layers.
@@ -44,6 +44,15 @@ pub(crate) fn pin_of(repository: &dyn Repository, owner: OwnerId, below: ObjectI
         }
     }
     Ok(found)
+}
+
+/// The epochs that a copy may stand on.
+///
+/// # Errors
+/// As [`Pin::all`].
+pub(crate) fn epochs_of(repository: &dyn Repository, owner: OwnerId) -> Result<Vec<Epoch>> {
+    let is_own = |pin: &Pin| matches!(pin.purpose, Purpose::Copy { owner: of, .. } if of == owner);
+    Ok(Pin::all(repository)?.into_iter().filter(is_own).map(|pin| pin.epoch).collect())
 }
 
 /// The layer of the repository that the copy stands on, and the lowest layer of the copy, unless that takes writes.

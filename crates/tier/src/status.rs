@@ -1,8 +1,9 @@
 //! How a tiered disk is published, and what is told of it.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use crate::cache::CacheUse;
 use crate::head::{EpochNumber, Generation, OwnerId};
 use crate::look::KEEP;
 
@@ -72,4 +73,8 @@ pub struct TierStatus {
     pub unpublished_since_ns: Option<u64>,
     /// What the engine is doing.
     pub state: TierState,
+    /// The directory of the cache of what is read from the repository, if there is one, and how full it is.
+    pub cache: Option<(PathBuf, CacheUse)>,
+    /// Since when the repository has not answered reads of what the cache lacks.
+    pub silent_since: Option<Instant>,
 }

@@ -15,6 +15,7 @@ use crate::engine::{Engine, Orders, Shared};
 use crate::error::{Error, Result};
 use crate::pin::Pin;
 use crate::place::Place;
+use crate::remote::Remote;
 use crate::states::name_for;
 use crate::status::{TierOptions, TierState, TierStatus};
 
@@ -23,6 +24,8 @@ use crate::status::{TierOptions, TierState, TierStatus};
 pub struct Tiered {
     shared: Arc<Shared>,
     repository: Arc<dyn Repository>,
+    /// What reads the layers that are in the repository, if they are read through a cache.
+    remote: Option<Arc<Remote>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -48,15 +51,24 @@ impl Tiered {
     ) -> Result<(Arc<Disk>, Self)> {
         let (copy, publisher) = claim(place, open, resources)?;
         let (disk, engine) = Engine::new(place, options, open, resources, copy, publisher)?;
-        let (shared, repository) = (engine.shared(), engine.repository());
+        let (shared, repository, remote) = (engine.shared(), engine.repository(), place.remote()?);
         let thread = std::thread::Builder::new().name("tier".into()).spawn(move || engine.run());
         let thread = thread.map_err(Error::of_file(&place.path, "start the thread that publishes it"))?;
-        Ok((disk, Self { shared, repository, thread: Mutex::new(Some(thread)) }))
+        Ok((disk, Self { shared, repository, remote, thread: Mutex::new(Some(thread)) }))
     }
 
     /// What is published now, and what is not.
     pub fn status(&self) -> TierStatus {
-        self.shared.orders.lock().status.clone()
+        let status = self.shared.orders.lock().status.clone();
+        self.with_reads(status)
+    }
+
+    /// With what is known of reads from the repository.
+    fn with_reads(&self, status: TierStatus) -> TierStatus {
+        let Some(remote) = &self.remote else { return status };
+        let cache = remote.cache();
+        let cache = Some((cache.path(), cache.usage()));
+        TierStatus { cache, silent_since: remote.silent_since(), ..status }
     }
 
     /// Cuts the disk and waits until that is published, and the disk's path leads to it.
@@ -65,13 +77,14 @@ impl Tiered {
     /// [`Error::NotPublished`], also at `deadline`: the engine tries on, unless it was fenced.
     pub fn sync(&self, deadline: Instant) -> Result<TierStatus> {
         let own = self.ask();
-        self.wait(deadline, |orders| match orders {
+        let synced = self.wait(deadline, |orders| match orders {
             Orders { done, status, .. } if *done >= own => Some(Ok(status.clone())),
             Orders { failed: (failed, why), .. } if *failed >= own => {
                 Some(Err(Error::NotPublished(why.clone())))
             }
             _ => None,
-        })
+        });
+        synced.map(|status| self.with_reads(status))
     }
 
     /// Gives the disk's state of now a name, under which its repository keeps it. Calls `is_cut` as soon as the state is cut off, and

@@ -108,10 +108,10 @@ pub enum DiskCommand {
     )]
     Add {
         /// path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
-        /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,window=SECONDS]][,LIMITS], as for
-        /// `serve --disk`
-        #[arg(value_name = "SPEC", value_parser = OsStringValueParser::new().try_map(parse_api_disk))]
-        spec: api::DiskSpec,
+        /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]
+        /// [,tier=DIR[,window=SECONDS][,on-missing=wait|error[:SECONDS]]][,LIMITS], as for `serve --disk`
+        #[arg(value_name = "SPEC", value_parser = OsStringValueParser::new().try_map(parse_api_disk).map(Box::new))]
+        spec: Box<api::DiskSpec>,
         /// Which server.
         #[command(flatten)]
         server: ControlArgs,

@@ -9,7 +9,7 @@ use clap::builder::{NonEmptyStringValueParser, OsStringValueParser, PossibleValu
 use vmstrata_api as api;
 use vmstrata_export::SocketAccess;
 use vmstrata_server::config::Settings;
-use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec, parse_metrics, parse_mode};
+use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec, parse_metrics, parse_mode, parse_tier_cache};
 use vmstrata_server::{ControlPlace, LogFormat, TlsFiles};
 use vmstrata_types::path_to_text;
 
@@ -25,11 +25,13 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// A disk: path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
-    /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,window=SECONDS]][,LIMITS] (repeatable);
+    /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]
+    /// [,tier=DIR[,window=SECONDS][,on-missing=wait|error[:SECONDS]]][,LIMITS] (repeatable);
     /// keep=daily=7,,weekly=4 has the server delete other snapshots; backing= names all that its backing files may be, or lie
     /// in, instead of its own directory; detect-zeroes=unmap gives the space of clusters that are written with zeros back; subclusters=off
     /// has overlays of snapshots made without subclusters; tier=DIR keeps what guests write in DIR on this host and publishes it
-    /// beside FILE, on a NAS for example, when a write is 30 or SECONDS old, see `tier`; LIMITS are
+    /// beside FILE, on a NAS for example, when a write is 30 or SECONDS old, see `tier`; on-missing=error has reads that need the NAS fail when it has not answered for 30
+    /// or SECONDS, and not wait; LIMITS are
     /// iops-total=1000, bps-read=64M and their like, as for `disk limit`
     #[arg(
         long = "disk",
@@ -128,6 +130,10 @@ pub struct ResourceArgs {
     /// least 2, if omitted
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub workers: Option<u32>,
+    /// Space in each directory of tiered disks (their key tier=DIR) for layers that are on a NAS, at least 256M [default: a quarter of
+    /// what is free there]
+    #[arg(long, value_name = "SIZE", value_parser = parse_tier_cache)]
+    pub tier_cache: Option<u64>,
     /// Where volatile journals go: memory-backed, kept over a restart of the server
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]
@@ -200,6 +206,7 @@ impl ServeArgs {
             metadata_cache_bytes: self.resources.metadata_cache,
             max_open_files: self.resources.max_open_files.map(|files| files as usize),
             workers: self.resources.workers.map(|workers| workers as usize),
+            tier_cache_bytes: self.resources.tier_cache,
             runtime_dir: self.resources.runtime_dir.clone(),
             control,
             metrics: self.metrics,

@@ -57,10 +57,12 @@ pub fn failures(status: &ServerStatus) -> String {
     failed.chain(disks).chain(exports).chain(slow).collect()
 }
 
-/// A line for each tiered disk: what of it is published.
+/// A line for each tiered disk: what of it is published; and for each cache of what is read from repositories.
 pub fn tiers(status: &ServerStatus) -> String {
     let tiers = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.tier.as_ref()?)));
-    tiers.map(|(name, tier)| format!("{name}: {}\n", tier::line(tier))).collect()
+    let tiers = tiers.map(|(name, tier)| format!("{name}: {}\n", tier::line(tier)));
+    let caches = status.tier_caches.iter().map(|cache| format!("{}\n", tier::cache_line(cache)));
+    tiers.chain(caches).collect()
 }
 
 /// What a disk is doing, in a word or two.

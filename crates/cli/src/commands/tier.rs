@@ -1,13 +1,14 @@
 //! `vmstrata tier`: what of a disk is published, and who publishes it.
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::slice;
 
 use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
-use vmstrata_api::{DiskDetail, TierState, TierStatus, encode_segment};
-use vmstrata_disk::OpenOptions;
+use vmstrata_api::{DiskDetail, TierCache, TierState, TierStatus, encode_segment};
 use vmstrata_disk::snapshot::now_ns;
+use vmstrata_disk::OpenOptions;
 use vmstrata_repo::DirectoryRepository;
 use vmstrata_tier::{Head, Place, is_object_name, newest, repository_of};
 use vmstrata_types::path_to_text;
@@ -52,7 +53,7 @@ struct Published {
 }
 
 impl Published {
-    fn of(disk: &std::path::Path, head: &Head) -> Self {
+    fn of(disk: &Path, head: &Head) -> Self {
         let epoch = &head.epoch;
         Self {
             disk: path_to_text(disk),
@@ -76,7 +77,7 @@ impl Published {
     }
 }
 
-fn newest_of(disk: &std::path::Path) -> Result<Head> {
+fn newest_of(disk: &Path) -> Result<Head> {
     let disk = disk.canonicalize().with_context(|| format!("{}: cannot be found", disk.display()))?;
     let repository = DirectoryRepository::open(&repository_of(&disk), is_object_name);
     let repository = repository.with_context(|| format!("{}: is not a tiered disk", disk.display()))?;
@@ -135,20 +136,32 @@ pub fn line(status: &TierStatus) -> String {
         }
     };
     let why = status.error.as_deref().unwrap_or_default();
-    match status.state {
-        TierState::Publishing => format!("{epoch}; {rest}"),
+    let state = match status.state {
+        TierState::Publishing => String::new(),
         TierState::Stalled => {
             let since = duration(status.stalled_seconds.unwrap_or_default());
-            format!("{epoch}; {rest}; NOT PUBLISHED for {since}, and tried again: {why}")
+            format!("; NOT PUBLISHED for {since}, and tried again: {why}")
         }
-        TierState::Fenced => format!("{epoch}; {rest}; FENCED: {why}"),
-    }
+        TierState::Fenced => format!("; FENCED: {why}"),
+    };
+    let waiting = status.reads_wait_seconds.map(duration);
+    let waiting =
+        waiting.map(|since| format!("; READS WAIT for the repository, which has not answered for {since}"));
+    format!("{epoch}; {rest}{state}{}", waiting.unwrap_or_default())
+}
+
+/// What is kept of layers that are in repositories, in a line.
+pub fn cache_line(cache: &TierCache) -> String {
+    let TierCache { directory, bytes, max_bytes, fetched_chunks } = cache;
+    let (used, most) = (short_size(*bytes), short_size(*max_bytes));
+    format!("cache {directory}: {used} of {most}, {} fetched", counted(*fetched_chunks, "chunk"))
 }
 
 fn places(status: &TierStatus) -> String {
     let layers = counted(status.epoch_layers, "layer");
+    let cache = status.cache.iter().map(|cache| format!("  {}\n", cache_line(cache))).collect::<String>();
     format!(
-        "  repository {} ({layers})\n  this host's copy {}: {}, generation {}\n  a write is durable on this host at once, and in the repository with the next epoch\n",
+        "  repository {} ({layers})\n  this host's copy {}: {}, generation {}\n{cache}  a write is durable on this host at once, and in the repository with the next epoch\n",
         status.repository, status.owner, status.local, status.generation
     )
 }

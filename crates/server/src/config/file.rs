@@ -14,7 +14,9 @@ use vmstrata_export::SocketAccess;
 use super::{ConfigFault, Settings};
 use crate::options::{ControlPlace, LogFormat, TlsFiles};
 use crate::size::parse_size;
-use crate::spec::{DiskSpec, NbdSpec, SpecError, VhostUserSpec, parse_account, parse_metrics, parse_mode};
+use crate::spec::{
+    DiskSpec, NbdSpec, SpecError, VhostUserSpec, parse_account, parse_metrics, parse_mode, parse_tier_cache,
+};
 
 /// What is wrong, and the byte at which.
 type At = (usize, ConfigFault);
@@ -36,6 +38,7 @@ struct File {
     metadata_cache: Option<Spanned<Text>>,
     max_open_files: Option<Spanned<u32>>,
     workers: Option<Spanned<u32>>,
+    tier_cache: Option<Spanned<Text>>,
     runtime_dir: Option<FilePath>,
     control: Option<Spanned<FilePath>>,
     no_control: bool,
@@ -136,6 +139,7 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
             in_range("max-open-files", files, 16..u32::MAX, "at least 16")
         })?,
         workers: one(file.workers, |workers| in_range("workers", workers, 1..1025, "1 to 1024"))?,
+        tier_cache_bytes: one(file.tier_cache, |size| Ok(parse_tier_cache(&size.into_string())?))?,
         runtime_dir: file.runtime_dir.map(here),
         control,
         audit: file.audit.map(here),

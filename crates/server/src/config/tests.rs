@@ -2,6 +2,7 @@ use std::num::NonZeroU16;
 
 use vmstrata_disk::{DetectZeroes, Format};
 use vmstrata_store::CacheMode;
+use vmstrata_tier::OnMissing;
 
 use super::*;
 
@@ -37,6 +38,7 @@ fn every_key_is_read() {
         metadata-cache = "256M"
         max-open-files = 100
         workers = 3
+        tier-cache = "20G"
         keep-going = true
         runtime-dir = "/run/vms"
         control = "/run/vms/c.sock"
@@ -65,6 +67,7 @@ fn every_key_is_read() {
         path = "/nas/mail.qcow2"
         tier = "tier"
         window = 10
+        on-missing = "error:20"
 
         [[vhost-user]]
         disk = "web"
@@ -94,6 +97,7 @@ fn every_key_is_read() {
     let tier = mail.tier.as_ref().unwrap();
     assert!(tier.dir.is_absolute() && tier.dir.ends_with("tier"));
     assert_eq!(tier.window, Some(Duration::from_secs(10)));
+    assert_eq!(tier.on_missing, OnMissing::Error(Duration::from_secs(20)));
     let socket = &settings.vhost_user[0];
     assert_eq!((socket.queues, socket.poll_us, socket.share), (NonZeroU16::new(4), Some(50), true));
     let access = |owner: &str, group: &str, mode| SocketAccess {

@@ -23,6 +23,7 @@ impl Host {
             uptime_seconds: self.started.elapsed().as_secs(),
             io_uring_refused: io_uring_refused().map(ToString::to_string),
             resources: self.resource_status(),
+            tier_caches: self.caches.status(),
             disks: self.disks(),
             exports: self.exports(),
         }

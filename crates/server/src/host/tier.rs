@@ -10,6 +10,7 @@ use vmstrata_tier::{Place, TierState, TierStatus, Tiered};
 use vmstrata_types::path_to_text;
 
 use super::Host;
+use super::caches::cache_status;
 use crate::error::Error;
 use crate::spec::{DiskSpec, TierSpec};
 
@@ -39,6 +40,7 @@ impl Host {
     ) -> Result<Arc<Disk>, Error> {
         let place = Place::of(&spec.path, &tier.dir)?;
         self.refuse_served(spec, &place.disk())?;
+        let place = place.read_through(self.caches.of(&tier.dir, tier.on_missing)?);
         let (disk, tiered) = Tiered::open(&place, tier.options(), options, &self.resources)?;
         let head = tiered.status();
         tracing::info!(
@@ -125,5 +127,7 @@ pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
         epoch_layers: status.layers as u64,
         unpublished_bytes: status.unpublished_bytes,
         unpublished_seconds: status.unpublished_since_ns.map(age),
+        reads_wait_seconds: status.silent_since.map(|since| since.elapsed().as_secs()),
+        cache: status.cache.as_ref().map(|(dir, used)| cache_status(dir, *used)),
     }
 }

@@ -8,7 +8,7 @@ use vmstrata_api as api;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
 use vmstrata_disk::{DetectZeroes, Format, Limits};
 use vmstrata_store::CacheMode;
-use vmstrata_tier::TierOptions;
+use vmstrata_tier::{OnMissing, TierOptions};
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::{SpecError, check_name, check_path, limits_of, shown_limits, stem};
@@ -53,12 +53,21 @@ pub struct TierSpec {
     pub dir: PathBuf,
     /// How old a write becomes before it is cut off; `None` leaves it to the engine.
     pub window: Option<Duration>,
+    /// What becomes of reads while the repository does not answer.
+    pub on_missing: OnMissing,
 }
+
+/// After how many seconds a read fails, unless it is said.
+const MISSING_SECONDS: u64 = 30;
+/// The most that can be said.
+const MISSING_SECONDS_MAX: u64 = 3600;
 
 impl TierSpec {
     fn of(asked: &api::DiskSpec) -> Result<Option<Self>, SpecError> {
         let Some(dir) = &asked.tier else {
-            return if asked.window.is_some() { Err(SpecError::WindowWithoutTier) } else { Ok(None) };
+            let keys = [("window", asked.window.is_some()), ("on-missing", asked.on_missing.is_some())];
+            let odd = keys.into_iter().find(|(_, is_asked)| *is_asked);
+            return odd.map_or(Ok(None), |(key, _)| Err(SpecError::WithoutTier { key }));
         };
         let refused = [
             ("read-only", asked.read_only),
@@ -75,13 +84,27 @@ impl TierSpec {
         if let Some(window) = window.filter(|window| !(shortest..=longest).contains(window)) {
             return Err(SpecError::Window { seconds: window.as_secs() });
         }
-        Ok(Some(Self { dir: path_from_text(dir), window }))
+        let on_missing = asked.on_missing.as_deref().map_or(Ok(OnMissing::Wait), parse_on_missing)?;
+        Ok(Some(Self { dir: path_from_text(dir), window, on_missing }))
     }
 
     /// In the engine's words.
     pub(crate) fn options(&self) -> TierOptions {
         let default = TierOptions::default();
         TierOptions { window: self.window.unwrap_or(default.window), ..default }
+    }
+}
+
+fn parse_on_missing(text: &str) -> Result<OnMissing, SpecError> {
+    let seconds = match text.split_once(':') {
+        None if text == "wait" => return Ok(OnMissing::Wait),
+        None if text == "error" => Some(MISSING_SECONDS),
+        Some(("error", seconds)) => seconds.parse().ok(),
+        _ => None,
+    };
+    match seconds.filter(|seconds| (1..=MISSING_SECONDS_MAX).contains(seconds)) {
+        Some(seconds) => Ok(OnMissing::Error(Duration::from_secs(seconds))),
+        None => Err(SpecError::OnMissing { text: text.to_owned() }),
     }
 }
 
@@ -224,6 +247,10 @@ impl From<&DiskSpec> for api::DiskSpec {
             limits: shown_limits(spec.limits),
             tier: spec.tier.as_ref().map(|tier| path_to_text(&tier.dir)),
             window: spec.tier.as_ref().and_then(|tier| tier.window).map(|window| window.as_secs()),
+            on_missing: spec.tier.as_ref().and_then(|tier| match tier.on_missing {
+                OnMissing::Wait => None,
+                OnMissing::Error(time) => Some(format!("error:{}", time.as_secs())),
+            }),
         }
     }
 }
@@ -329,6 +356,7 @@ mod tests {
             api::DiskSpec { path: "file:///vms/w%FF.qcow2".to_owned(), at: text("mon"), ..rules.clone() },
             api::DiskSpec { at: text("mon"), clone: text("/ci/42.qcow2"), name: text("ci"), ..rules },
             tiered("/var/lib/vmstrata", Some(5)),
+            api::DiskSpec { on_missing: text("error:7"), ..tiered("/var/lib/vmstrata", None) },
         ] {
             let spec = DiskSpec::try_from(asked).unwrap();
             assert_eq!(DiskSpec::try_from(api::DiskSpec::from(&spec)).unwrap(), spec);
@@ -351,7 +379,25 @@ mod tests {
         }
         let refused = |asked| DiskSpec::try_from(asked).unwrap_err();
         let plain = tiered("/tier", Some(5));
-        assert_eq!(refused(api::DiskSpec { tier: None, ..plain.clone() }), SpecError::WindowWithoutTier);
+        let key = |key| SpecError::WithoutTier { key };
+        assert_eq!(refused(api::DiskSpec { tier: None, ..plain.clone() }), key("window"));
+        let on_missing = |text: &str| api::DiskSpec { on_missing: Some(text.to_owned()), ..plain.clone() };
+        assert_eq!(
+            refused(api::DiskSpec { tier: None, window: None, ..on_missing("wait") }),
+            key("on-missing")
+        );
+        for (text, on_missing_is) in [
+            ("wait", Some(OnMissing::Wait)),
+            ("error", Some(OnMissing::Error(Duration::from_secs(30)))),
+            ("error:3600", Some(OnMissing::Error(Duration::from_secs(3600)))),
+            ("error:3601", None),
+            ("error:0", None),
+            ("wait:30", None),
+            ("30", None),
+        ] {
+            let taken = DiskSpec::try_from(on_missing(text)).map(|spec| spec.tier.unwrap().on_missing);
+            assert_eq!(taken, on_missing_is.ok_or(SpecError::OnMissing { text: text.to_owned() }));
+        }
         let (read_only, keep) = (true, Some("daily=7".to_owned()));
         let key = |key| SpecError::NotTiered { key };
         assert_eq!(refused(api::DiskSpec { read_only, ..plain.clone() }), key("read-only"));

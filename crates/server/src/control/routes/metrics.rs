@@ -16,7 +16,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 use vmstrata_api::{
     DiskState, DiskStatus, ExportCounters, ExportSpec, ExportStatus, JobStatus, NamedStats, ServerStatus,
-    TierState, TierStatus,
+    TierCache, TierState, TierStatus,
 };
 
 use self::format::Format;
@@ -73,6 +73,7 @@ impl Collector for Numbers {
         self.server(&mut encoder)?;
         self.disks(&mut encoder)?;
         tiers(&self.status.disks, &mut encoder)?;
+        tier_caches(&self.status.tier_caches, &mut encoder)?;
         disks::encode(&self.stats, &mut encoder)?;
         process::encode(self.process, self.counted, &self.jobs, &mut encoder)?;
         self.exports(&mut encoder)
@@ -176,7 +177,7 @@ impl Numbers {
 /// What of tiered disks is published.
 fn tiers(disks: &[DiskStatus], encoder: &mut DescriptorEncoder) -> fmt::Result {
     type Value = fn(&TierStatus) -> u64;
-    let numbers: [(&str, &str, Value); 5] = [
+    let numbers: [(&str, &str, Value); 6] = [
         ("tier_epoch", "The newest epoch that is published", |tier| tier.epoch),
         ("tier_unpublished_bytes", "Bytes on this host that the repository lacks", |tier| {
             tier.unpublished_bytes
@@ -190,10 +191,34 @@ fn tiers(disks: &[DiskStatus], encoder: &mut DescriptorEncoder) -> fmt::Result {
         ("tier_fenced", "1 if another host took the disk over", |tier| {
             u64::from(tier.state == TierState::Fenced)
         }),
+        ("tier_reads_wait_seconds", "For how long the repository has not answered reads", |tier| {
+            tier.reads_wait_seconds.unwrap_or_default()
+        }),
     ];
     for (name, help, value) in numbers {
         let tiered = disks.iter().filter_map(|disk| Some((disk.name.as_str(), disk.tier.as_ref()?)));
         gauges(encoder, name, help, tiered.map(|(disk, tier)| ([("disk", disk)], value(tier))))?;
+    }
+    Ok(())
+}
+
+/// What is kept of layers that are in repositories.
+fn tier_caches(caches: &[TierCache], encoder: &mut DescriptorEncoder) -> fmt::Result {
+    let of_caches = |value: fn(&TierCache) -> u64| {
+        caches.iter().map(move |cache| ([("directory", cache.directory.as_str())], value(cache)))
+    };
+    gauges(
+        encoder,
+        "tier_cache_bytes",
+        "Bytes of repositories' layers on this host",
+        of_caches(|cache| cache.bytes),
+    )?;
+    gauges(encoder, "tier_cache_max_bytes", "The most there should be", of_caches(|cache| cache.max_bytes))?;
+    let help = "Chunks that came from repositories";
+    let mut family =
+        encoder.encode_descriptor("tier_cache_fetched_chunks", help, None, MetricType::Counter)?;
+    for (labels, chunks) in of_caches(|cache| cache.fetched_chunks) {
+        family.encode_family(&labels)?.encode_counter::<NoLabels, _, u64>(&chunks, None)?;
     }
     Ok(())
 }
@@ -248,6 +273,8 @@ mod tests {
             epoch_layers: 13,
             unpublished_bytes: 4096,
             unpublished_seconds: Some(80),
+            reads_wait_seconds: Some(5),
+            cache: None,
         };
         let disk = DiskStatus {
             added: false,
@@ -275,6 +302,12 @@ mod tests {
             uptime_seconds: 7,
             io_uring_refused: None,
             resources: ResourceStatus::default(),
+            tier_caches: vec![TierCache {
+                directory: "/tier/cache".to_owned(),
+                bytes: 512,
+                max_bytes: 1024,
+                fetched_chunks: 3,
+            }],
             disks: vec![disk],
             exports: Vec::new(),
         };
@@ -301,6 +334,9 @@ mod tests {
             r#"vmstrata_tier_unpublished_seconds{disk="we\"b\\"} 80"#,
             r#"vmstrata_tier_stalled{disk="we\"b\\"} 1"#,
             r#"vmstrata_tier_fenced{disk="we\"b\\"} 0"#,
+            r#"vmstrata_tier_reads_wait_seconds{disk="we\"b\\"} 5"#,
+            r#"vmstrata_tier_cache_bytes{directory="/tier/cache"} 512"#,
+            r#"vmstrata_tier_cache_fetched_chunks_total{directory="/tier/cache"} 3"#,
             "vmstrata_snapshots_total 3",
             "vmstrata_snapshot_pause_seconds_total 0.0015",
             r#"vmstrata_jobs{state="running"} 0"#,

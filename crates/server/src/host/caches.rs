@@ -1,0 +1,72 @@
+//! What this host keeps of layers that are in repositories: a cache for each directory of tiered disks.
+//!
+//! Caches stay open until the process ends. What guests wait for then is neither failed nor answered: their requests are made
+//! again, of the next server.
+
+use std::collections::BTreeMap;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use vmstrata_api as api;
+use vmstrata_tier::{Cache, CacheUse, CachedFiles, OnMissing, ReadThrough};
+use vmstrata_types::path_to_text;
+
+use crate::error::Error;
+
+/// The name of a cache in its directory; those of copies of disks have a dash.
+const CACHE: &str = "cache";
+
+/// See the module documentation.
+#[derive(Debug)]
+pub(super) struct Caches {
+    files: Arc<CachedFiles>,
+    /// What each may have; `None` leaves it to the file system's room.
+    budget: Option<u64>,
+    /// Held while one is opened. Taken before `open`.
+    opening: Mutex<()>,
+    open: Mutex<BTreeMap<PathBuf, Arc<Cache>>>,
+}
+
+impl Caches {
+    /// None yet. `files` opens the files of all disks.
+    pub(super) fn new(files: Arc<CachedFiles>, budget: Option<u64>) -> Self {
+        Self { files, budget, opening: Mutex::default(), open: Mutex::default() }
+    }
+
+    /// How disks are read whose copies on this host are in a directory, which is made if need be.
+    ///
+    /// # Errors
+    /// A cache that cannot be used, or that another process uses.
+    pub(super) fn of(&self, tier: &Path, on_missing: OnMissing) -> Result<ReadThrough, Error> {
+        let _opening = self.opening.lock();
+        let made =
+            DirBuilder::new().recursive(true).mode(0o700).create(tier).and_then(|()| tier.canonicalize());
+        let dir = made.map_err(|source| Error::TierDirectory { path: tier.to_owned(), source })?.join(CACHE);
+        let known = self.open.lock().get(&dir).cloned();
+        let cache = match known {
+            Some(cache) => cache,
+            None => {
+                let cache = Cache::open_within(&dir, self.budget)?;
+                let CacheUse { bytes, budget, .. } = cache.usage();
+                tracing::info!(dir = %dir.display(), bytes, budget, "keeps layers of repositories on this host");
+                self.open.lock().insert(dir, Arc::clone(&cache));
+                cache
+            }
+        };
+        Ok(ReadThrough::new(Arc::clone(&self.files), cache, on_missing))
+    }
+
+    /// How full they are.
+    pub(super) fn status(&self) -> Vec<api::TierCache> {
+        self.open.lock().iter().map(|(dir, cache)| cache_status(dir, cache.usage())).collect()
+    }
+}
+
+/// In the API's words.
+pub(super) fn cache_status(dir: &Path, used: CacheUse) -> api::TierCache {
+    let CacheUse { bytes, budget, fetched } = used;
+    api::TierCache { directory: path_to_text(dir), bytes, max_bytes: budget, fetched_chunks: fetched }
+}
