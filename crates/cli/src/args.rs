@@ -48,7 +48,9 @@ pub use self::snapshot::{
     SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 pub use self::survey::SurveyArgs;
-pub use self::tier::{PinsArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs};
+pub use self::tier::{
+    BranchesArgs, DetachArgs, PinsArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs,
+};
 pub use self::vm::{
     DiskSnapshotArgs, MachineKind, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmGcArgs,
     VmListArgs, VmMode, VmPagesArgs, VmPruneArgs, VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs,
@@ -154,7 +156,7 @@ pub enum Command {
     Export(ExportArgs),
     /// Begin, watch and change the long work of a running server
     Job(JobArgs),
-    /// Show what of a tiered disk is published, publish it now, or take it over from another host
+    /// Show what of a tiered disk is published, publish it now, take it over from another host, or make it an ordinary image again
     Tier(TierArgs),
     /// Take snapshots of running guests (memory, devices and disks), and start guests from them
     Vm(VmArgs),

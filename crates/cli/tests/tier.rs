@@ -415,3 +415,84 @@ fn a_server_whose_reads_wait_ends_and_the_next_finds_what_it_has_fetched() {
     assert!((1..32).contains(&fetched), "{fetched} chunks");
     assert!(server.stop().success());
 }
+
+#[test]
+fn a_detached_disk_is_an_ordinary_image_however_often_the_command_is_killed() {
+    for how in [&[][..], &["--flatten"]] {
+        let nas = Nas::new();
+        let server = nas.serve("a");
+        for part in 0..4 {
+            nas.write(&server, &format!("write -P {} {part}M 3M", part + 1));
+            server.ask_ok(["tier", "sync", "web"]);
+        }
+        let tier = nas.images.name("a");
+        let detach = ["tier", "detach", &nas.path, "--tier", &tier];
+        let refused = run_err(1, detach.iter().chain(how).chain(&["--yes"]));
+        assert!(refused.contains("another process has this copy of the disk open"), "{refused}");
+        nas.write(&server, "write -P 9 32M 1M");
+        assert!(server.stop().success());
+        let refused = run_err(1, detach.iter().chain(how).chain(&["--yes"]));
+        assert!(refused.contains("vmstrata tier sync"), "{refused}");
+        let server = nas.serve("a");
+        server.ask_ok(["tier", "sync", "web"]);
+        assert!(server.stop().success());
+        let told = run_err(1, detach.iter().chain(how));
+        assert!(told.contains("epoch 6") && told.contains("--yes"), "{told}");
+        for wait_ms in (2..).step_by(4) {
+            let mut child = vmstrata();
+            child
+                .args(detach.iter().chain(how).chain(&["--yes"]))
+                .stdout(Stdio::null())
+                .stderr(Stdio::null());
+            let mut child = child.spawn().unwrap();
+            // Anywhere in what it does; longer each time.
+            std::thread::sleep(std::time::Duration::from_millis(wait_ms));
+            let ended = child.try_wait().unwrap();
+            child.kill().unwrap();
+            child.wait().unwrap();
+            assert_clean(nas.path.as_ref());
+            tool_ok("qemu-img", ["compare", &nas.path, &nas.model]);
+            // If the one before was killed at its very end, there was nothing left to do.
+            if ended.is_some() {
+                break;
+            }
+        }
+        let left =
+            |dir: &str| fs::read_dir(nas.images.path(dir)).unwrap().map(|file| file.unwrap().file_name());
+        let copies: Vec<_> = left("a").filter(|name| name != "cache").collect();
+        assert!(copies.is_empty(), "{copies:?}");
+        assert_eq!(left("nas").count(), if how.is_empty() { 2 } else { 1 });
+        let plain = format!("path={}", nas.path);
+        let socket = format!("unix:{},rw", nas.images.name("plain.sock"));
+        let server = Server::start(&["--disk", &plain, "--nbd", &socket]);
+        nas.write(&server, "write -P 8 1M 2M");
+        assert!(server.stop().success());
+        tool_ok("qemu-img", ["compare", &nas.path, &nas.model]);
+    }
+}
+
+#[test]
+fn branches_are_listed_and_deleted_by_name() {
+    let nas = Nas::new();
+    let server = nas.serve("a");
+    nas.write(&server, "write -P 1 0 1M");
+    server.ask_ok(["tier", "sync", "web"]);
+    let tier = nas.images.name("a");
+    let list = ["tier", "branches", &nas.path, "--tier", &tier];
+    assert!(run_ok(list).lines().count() == 1, "a headline");
+    tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 2 0 64k", "-c", "flush", &server.uri("web")]);
+    server.crash();
+    run_ok(nas.takeover("b", &["--yes"]));
+    run_ok(nas.takeover("a", &["--yes"]));
+    let listed = run_json(list.iter().chain(&["--json"]));
+    let [branch] = &listed.as_array().unwrap()[..] else { panic!("one: {listed}") };
+    let name = branch["branch"].as_str().unwrap();
+    assert!(branch["bytes"].as_u64() > Some(0) && name.contains(".branch-"), "{branch}");
+    assert_eq!(branch["unpublished_epochs"], serde_json::json!([]));
+    assert!(run_ok(list).contains(name));
+    let told = run_err(1, list.iter().chain(&["--drop", name]));
+    assert!(told.contains("would be lost") && told.contains("--yes"), "{told}");
+    assert!(run_err(1, list.iter().chain(&["--drop", "other", "--yes"])).contains("no branch of"));
+    run_ok(list.iter().chain(&["--drop", name, "--yes"]));
+    assert!(!nas.images.path("a").join(name).exists());
+}

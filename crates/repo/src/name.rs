@@ -17,8 +17,8 @@ pub type NameRule = fn(&str) -> bool;
 impl ObjectName {
     /// The longest name, in bytes: file systems allow 255, and an unfinished object's file has a longer name.
     pub const MAX_LEN: usize = 200;
-    /// The file that a directory's holders lock.
-    pub(crate) const LOCK: &str = "lock";
+    /// The file that a directory's holders lock, which is no object.
+    pub const LOCK: &str = "lock";
 
     /// The name `text`.
     ///

@@ -4,17 +4,16 @@
 //! until an overlay takes its place. Where the repository is no directory, the image is shipped, and stays what it is.
 
 use std::fs::{self, Permissions};
+use std::io::{self, ErrorKind};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_disk::snapshot::now_ns;
-use vmstrata_disk::{
-    AtomicFile, Disk, Error as DiskError, Format, LayerHead, OpenOptions, Resources, probe_layer,
-};
+use vmstrata_disk::{AtomicFile, Disk, Format, LayerHead, OpenOptions, Resources, probe_layer};
 use vmstrata_qcow2::create::new_image;
-use vmstrata_qcow2::{CreateError, CreateOptions, Incompatible, NewBacking};
+use vmstrata_qcow2::{CreateOptions, Incompatible, NewBacking};
 use vmstrata_repo::Repository;
 use vmstrata_store::FileId;
 
@@ -112,18 +111,21 @@ pub(crate) fn point_at(place: &Place, epoch: &Epoch) -> Result<()> {
     check_own(place, epoch)?;
     let newest = epoch.objects.last().expect("an epoch that was published has a layer");
     let below = in_repository(place, newest.id);
+    let draft = AtomicFile::beside(path)?;
+    write_overlay(&draft, &below, epoch.size)
+        .and_then(|()| draft.file.set_permissions(Permissions::from_mode(READ_ONLY)))
+        .map_err(Error::of_file(path, "make the overlay"))?;
+    Ok(draft.publish(path, true)?)
+}
+
+/// Makes a draft an empty overlay of `size` bytes.
+pub(crate) fn write_overlay(draft: &AtomicFile, below: &Path, size: u64) -> io::Result<()> {
     let backing =
         NewBacking { name: below.as_os_str().as_bytes().to_vec(), format: Some("qcow2".to_owned()) };
-    let options = CreateOptions { backing: Some(backing), ..CreateOptions::new(epoch.size) };
-    let image = new_image(&options).map_err(|error: CreateError| DiskError::from(error))?;
-    let draft = AtomicFile::beside(path)?;
-    let write = || {
-        draft.file.set_len(image.file_len)?;
-        image.parts.iter().try_for_each(|(at, bytes)| draft.file.write_all_at(bytes, at.get()))?;
-        draft.file.set_permissions(Permissions::from_mode(READ_ONLY))
-    };
-    write().map_err(Error::of_file(path, "make the overlay"))?;
-    Ok(draft.publish(path, true)?)
+    let options = CreateOptions { backing: Some(backing), ..CreateOptions::new(size) };
+    let image = new_image(&options).map_err(io::Error::other)?;
+    draft.file.set_len(image.file_len)?;
+    image.parts.iter().try_for_each(|(at, bytes)| draft.file.write_all_at(bytes, at.get()))
 }
 
 /// The name of a layer, from the directory of the disk's path.
@@ -136,17 +138,36 @@ fn in_repository(place: &Place, id: ObjectId) -> std::path::PathBuf {
 ///
 /// # Errors
 /// [`Error::Foreign`]; a file that cannot be read.
-fn check_own(place: &Place, epoch: &Epoch) -> Result<()> {
+pub(crate) fn check_own(place: &Place, epoch: &Epoch) -> Result<()> {
     let Some(found) = FileId::at(&place.path) else { return Ok(()) };
     let first = epoch.objects.first().map(|first| place.repository.join(first.id.layer_name().as_str()));
     if first.is_some_and(|first| FileId::at(&first) == Some(found)) {
         return Ok(());
     }
-    let head = probe_layer(&place.path, None)?;
-    let directory = place.repository.file_name().map(Path::new);
-    let below = head.backing_name.as_ref().and_then(|name| Path::new(name).parent());
-    if below.is_some() && below == directory {
+    if is_overlay_of(place)? {
         return Ok(());
     }
     Err(Error::Foreign { path: place.path.clone(), repository: place.repository.clone() })
+}
+
+/// Whether the file at the disk's path is an overlay on the disk's repository.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(crate) fn is_overlay_of(place: &Place) -> Result<bool> {
+    let head = probe_layer(&place.path, None)?;
+    let directory = place.repository.file_name().map(Path::new);
+    let below = head.backing_name.as_ref().and_then(|name| Path::new(name).parent());
+    Ok(below.is_some() && below == directory)
+}
+
+/// Whether an ordinary image has taken the place of the disk's path: the one with this inode, which does not stand on the
+/// repository.
+pub(crate) fn is_detached(place: &Place, detaching: Option<u64>) -> Result<bool> {
+    let Some(inode) = detaching else { return Ok(false) };
+    match fs::metadata(&place.path) {
+        Ok(about) => Ok(about.ino() == inode && !is_overlay_of(place)?),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(Error::of_file(&place.path, "examine")(error)),
+    }
 }

@@ -7,7 +7,7 @@ use vmstrata_disk::snapshot::{self, now_ns};
 use vmstrata_disk::{CreateOptions, Format, OpenOptions, Resources, create_on};
 use vmstrata_types::ClusterBits;
 
-use crate::attach::{attach, check_image, point_at, seal};
+use crate::attach::{attach, check_image, is_detached, point_at, seal};
 use crate::error::{Error, Result};
 use crate::head::{Epoch, EpochNumber, Head, OwnerId};
 use crate::place::{Copy, Place};
@@ -38,6 +38,9 @@ pub(crate) fn claim(
     }
     let mut copy = Copy::hold(place)?;
     let base = copy.record().and_then(|record| record.base);
+    if is_detached(place, copy.record().and_then(|record| record.detaching))? {
+        return Err(Error::Detached { path: place.path.clone() });
+    }
     let repository = match (repository, base) {
         (Some(repository), _) => repository,
         (None, None) => place.make_repository()?,
@@ -175,7 +178,12 @@ pub(crate) fn cuts(disk: &Path, open: &OpenOptions) -> Result<Vec<Cut>> {
 }
 
 /// Whether the copy has the state of this epoch: because it was made on it, or as a layer.
-fn holds(place: &Place, open: &OpenOptions, base: EpochNumber, epoch: EpochNumber) -> Result<bool> {
+pub(crate) fn holds(
+    place: &Place,
+    open: &OpenOptions,
+    base: EpochNumber,
+    epoch: EpochNumber,
+) -> Result<bool> {
     let layers = || cuts(&place.disk(), &open_options(place, open));
     Ok(base == epoch || layers()?.iter().any(|cut| cut.number == epoch))
 }

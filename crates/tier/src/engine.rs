@@ -158,7 +158,7 @@ pub(crate) struct Engine {
     /// Failures since something was published.
     failures: u32,
     retry_at: Option<Instant>,
-    _copy: Copy,
+    copy: Copy,
 }
 
 impl Drop for Engine {
@@ -225,7 +225,7 @@ impl Engine {
             resources: resources.clone(),
             disk: disk.clone(),
             publisher,
-            _copy: copy,
+            copy,
         };
         engine.report();
         Ok((disk, engine))
@@ -451,6 +451,10 @@ impl Engine {
         let &Cut { number, time_ns, size, .. } = cut;
         // A head that could not be created may still come to be: the next pass begins with it.
         self.publisher.publish(Epoch { number, time_ns, size, objects })?;
+        // Else a branch would name epochs that were published.
+        if let Err(error) = self.copy.change(|record| record.published = Some(number)) {
+            tracing::warn!(disk = %self.place.path.display(), "published, and not noted: {}", told(&error));
+        }
         self.report();
         Ok(())
     }

@@ -180,6 +180,37 @@ pub enum Error {
         /// Its directory.
         copy: PathBuf,
     },
+    /// A copy that has what the repository lacks.
+    #[error(
+        "{}: this host has writes that epoch {epoch}, the newest, lacks: serve the disk and publish them (`vmstrata tier sync`)",
+        copy.display()
+    )]
+    NotAllPublished {
+        /// Its directory.
+        copy: PathBuf,
+        /// What is published.
+        epoch: EpochNumber,
+    },
+    /// A disk that this host has not published.
+    #[error(
+        "{}: this host has no copy of the disk ({}): do it where the disk was served last, or take it over with `vmstrata tier takeover`",
+        path.display(), copy.display()
+    )]
+    NoCopy {
+        /// The disk's path.
+        path: PathBuf,
+        /// Where the copy would be.
+        copy: PathBuf,
+    },
+    /// A disk that was tiered until a moment ago.
+    #[error(
+        "{} is an ordinary image since `vmstrata tier detach`, which did not end: run it again to delete the repository and this host's copy",
+        path.display()
+    )]
+    Detached {
+        /// The disk's path.
+        path: PathBuf,
+    },
     /// A disk whose engine has ended.
     #[error("{0}")]
     NotPublished(String),

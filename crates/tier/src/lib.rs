@@ -9,7 +9,8 @@
 //! | [`tiered`](Tiered), `engine`, [`status`](TierStatus) | when a disk is cut and published, and what is not |
 //! | `copies` | the copy of a disk that a host writes |
 //! | [`place`](Place) | where the parts of a tiered disk lie |
-//! | `attach` | an ordinary image as the first layer, and the disk's path |
+//! | `attach`, [`detach`](Detach) | an ordinary image as the first layer, and the way back; the disk's path |
+//! | [`branch`](Branch) | copies that were put aside |
 //! | [`dense`](ship_state) | a state of a disk as a qcow2 file that holds no more than it must |
 //! | [`head`](Head) | what a head says, and its bytes |
 //! | [`publisher`](Publisher) | who publishes, and that nobody else does |
@@ -27,10 +28,12 @@
 #![forbid(unsafe_code)]
 
 mod attach;
+mod branch;
 mod cache;
 mod cached_files;
 mod copies;
 mod dense;
+mod detach;
 mod digests;
 mod engine;
 mod error;
@@ -51,10 +54,12 @@ mod states;
 mod status;
 mod tiered;
 
+pub use branch::Branch;
 pub use cache::{CACHE_BYTES_MIN, Cache, CacheUse};
 pub use cached_files::{CachedFiles, ReadThrough};
 pub use copies::{revert, take_over};
 pub use dense::{ship_merged, ship_state};
+pub use detach::Detach;
 pub use error::{Error, Result};
 pub use head::{
     Epoch, EpochNumber, Generation, HEAD_BYTES_MAX, Head, HeadNumber, OBJECTS_MAX, Object, ObjectId, OwnerId,

@@ -34,6 +34,8 @@ use crate::remote::Remote;
 
 const VERSION: u32 = 1;
 const COPY: &str = "copy.json";
+/// Stands in the names of copies that were put aside, between that of the copy and its owner's.
+pub(crate) const BRANCH: &str = ".branch-";
 /// More than a copy has.
 const COPY_BYTES_MAX: u64 = 4096;
 /// How long to wait for a copy that a dying process may still hold.
@@ -90,6 +92,11 @@ impl Place {
     #[must_use]
     pub fn read_through(self, reading: ReadThrough) -> Self {
         Self { reading: Some(reading), ..self }
+    }
+
+    /// The directory of this host's copies.
+    pub(crate) fn tier(&self) -> &Path {
+        self.local.parent().unwrap_or(Path::new("/"))
     }
 
     /// The file that takes the guest's writes.
@@ -162,8 +169,13 @@ fn local_of(path: &Path, tier: &Path, id: &[u8]) -> PathBuf {
 
 /// The directory of the repository of the disk at `path`.
 pub fn repository_of(path: &Path) -> PathBuf {
+    beside(path, ".tier")
+}
+
+/// A path with more at its end.
+pub(crate) fn beside(path: &Path, suffix: &str) -> PathBuf {
     let mut name = OsString::from(path);
-    name.push(".tier");
+    name.push(suffix);
     name.into()
 }
 
@@ -179,7 +191,7 @@ fn real(path: &Path) -> io::Result<PathBuf> {
     }
 }
 
-fn make_private(path: &Path) -> io::Result<()> {
+pub(crate) fn make_private(path: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(path) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
         _ => sync_directory(path.parent().unwrap_or(Path::new("/"))),
@@ -200,6 +212,12 @@ pub(crate) struct Record {
     pub(crate) owner: OwnerId,
     /// The epoch in the repository that the copy stands on; none before it was made.
     pub(crate) base: Option<EpochNumber>,
+    /// The newest epoch that it is known to have published.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) published: Option<EpochNumber>,
+    /// The inode of the ordinary image that is about to take the place of the disk's path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) detaching: Option<u64>,
 }
 
 /// This host's copy of a disk, held until this is dropped.
@@ -217,7 +235,7 @@ impl Copy {
     /// One that another process holds; whatever the host reports.
     pub(crate) fn hold(place: &Place) -> Result<Self> {
         let failed = |action| Error::of_file(&place.local, action);
-        let tier = place.local.parent().unwrap_or(Path::new("/"));
+        let tier = place.tier();
         fs::create_dir_all(tier).map_err(Error::of_file(tier, "make the directory"))?;
         make_private(&place.local).map_err(failed("make the directory"))?;
         if place.elsewhere.is_some() {
@@ -228,7 +246,7 @@ impl Copy {
         if !lock_within(&lock, PATIENCE).map_err(failed("lock the copy"))? {
             return Err(Error::Held { copy: place.local.clone() });
         }
-        Ok(Self { record: read(place)?, place: place.clone(), _lock: lock })
+        Ok(Self { record: read_record(&place.local)?, place: place.clone(), _lock: lock })
     }
 
     pub(crate) fn record(&self) -> Option<&Record> {
@@ -237,7 +255,17 @@ impl Copy {
 
     /// Notes on stable storage whose copy this is, and what it stands on.
     pub(crate) fn note(&mut self, owner: OwnerId, base: Option<EpochNumber>) -> Result<()> {
-        let record = Record { version: VERSION, owner, base };
+        self.write(Record { version: VERSION, owner, base, published: None, detaching: None })
+    }
+
+    /// Changes what is noted of a copy that has an owner.
+    pub(crate) fn change(&mut self, change: impl FnOnce(&mut Record)) -> Result<()> {
+        let mut record = self.record.clone().expect("a copy that somebody wrote");
+        change(&mut record);
+        self.write(record)
+    }
+
+    fn write(&mut self, record: Record) -> Result<()> {
         let path = self.place.local.join(COPY);
         let mut draft = AtomicFile::beside(&path)?;
         let text = serde_json::to_vec(&record).expect("plain data");
@@ -254,16 +282,16 @@ impl Copy {
     pub(crate) fn set_aside(self) -> Result<(PathBuf, Self)> {
         let Self { place, record, .. } = self;
         let owner = record.expect("a copy that somebody wrote").owner.to_string();
-        let aside = format!("{}.branch-{}", place.local.display(), &owner[..8]);
-        let aside = PathBuf::from(aside);
+        let aside = beside(&place.local, &format!("{BRANCH}{}", &owner[..8]));
         let failed = |action| Error::of_file(&place.local, action);
         fs::rename(&place.local, &aside).map_err(failed("put the copy aside"))?;
         Ok((aside, Self::hold(&place)?))
     }
 }
 
-fn read(place: &Place) -> Result<Option<Record>> {
-    let path = place.local.join(COPY);
+/// What is noted of the copy in a directory.
+pub(crate) fn read_record(local: &Path) -> Result<Option<Record>> {
+    let path = local.join(COPY);
     let failed = |error| Err(Error::of_file(&path, "read")(error));
     match fs::metadata(&path) {
         Ok(about) if about.len() > COPY_BYTES_MAX => return failed(ErrorKind::FileTooLarge.into()),

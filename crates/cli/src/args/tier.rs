@@ -1,10 +1,11 @@
 //! `vmstrata tier` on the command line.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::ControlArgs;
+use super::{ControlArgs, JournalArgs};
 
 /// `vmstrata tier`
 #[derive(Debug, Args)]
@@ -41,6 +42,20 @@ Then serve the disk: vmstrata serve --disk path=/mnt/nas/vms/web.qcow2,tier=/var
 A copy's pin is what that copy stands on: release it only if the host, or its directory, is gone for good. The layers go ten minutes later."
     )]
     Pins(PinsArgs),
+    /// List the copies of a disk that were put aside on this host when another one took the disk over, or delete one
+    #[command(
+        after_help = "Examples:\n  vmstrata tier branches /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata\n  vmstrata tier branches /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --drop web-1f0c66ab.branch-0c1d2e3f --yes\n\nA branch has \
+what this host wrote and did not publish. The image in it is that state of the disk, as long as the layers exist that it stands on."
+    )]
+    Branches(BranchesArgs),
+    /// Make a tiered disk an ordinary image again, at its path
+    #[command(
+        after_help = "Examples:\n  vmstrata tier detach /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes\n  vmstrata tier detach /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --flatten --yes\n\nThe disk is not served, and all of it is \
+published. Its newest layers become files in the directory web.qcow2.layers, on which the image at the path stands; nothing is copied. With \
+--flatten the image has all of the content. Deleted are the repository with its earlier states, and this host's copy. A \
+command that was interrupted is run again to go on."
+    )]
+    Detach(DetachArgs),
 }
 
 const HELP: &str = "\
@@ -49,6 +64,8 @@ Examples:
   vmstrata tier status web
   vmstrata tier sync web
   vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes
+  vmstrata tier branches /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata
+  vmstrata tier detach /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
 
@@ -76,6 +93,47 @@ pub struct PinsArgs {
     /// Do it: nothing reads what it keeps
     #[arg(long, requires = "release")]
     pub yes: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `vmstrata tier branches`
+#[derive(Debug, Args)]
+pub struct BranchesArgs {
+    /// The disk's path
+    pub disk: PathBuf,
+    /// The directory on this host for its copies of disks, as in the disk's key tier=DIR
+    #[arg(long, value_name = "DIR")]
+    pub tier: PathBuf,
+    /// Delete this one, with all that it alone has
+    #[arg(long, value_name = "BRANCH")]
+    pub drop: Option<OsString>,
+    /// Do it
+    #[arg(long, requires = "drop")]
+    pub yes: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `vmstrata tier detach`
+#[derive(Debug, Args)]
+pub struct DetachArgs {
+    /// The disk's path
+    pub disk: PathBuf,
+    /// The directory on this host for its copies of disks, as in the disk's key tier=DIR
+    #[arg(long, value_name = "DIR")]
+    pub tier: PathBuf,
+    /// Copy all content into the image
+    #[arg(long)]
+    pub flatten: bool,
+    /// Do it: earlier states of the disk are deleted
+    #[arg(long)]
+    pub yes: bool,
+    /// The journals of a server that was killed.
+    #[command(flatten)]
+    pub journal: JournalArgs,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

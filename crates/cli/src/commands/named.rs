@@ -41,7 +41,10 @@ pub fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs
             TierCommand::Status(args) | TierCommand::Sync(args) => {
                 (vec![&mut args.disk], args.server.clone())
             }
-            TierCommand::Takeover(_) | TierCommand::Pins(_) => return None,
+            TierCommand::Takeover(_)
+            | TierCommand::Pins(_)
+            | TierCommand::Branches(_)
+            | TierCommand::Detach(_) => return None,
         },
         Command::Index(args) => match &mut args.command {
             IndexCommand::Build(args) => (vec![&mut args.disk], args.server.clone()),

@@ -8,17 +8,17 @@ use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
 use vmstrata_api::{DiskDetail, TierCache, TierState, TierStatus, encode_segment};
 use vmstrata_disk::snapshot::now_ns;
-use vmstrata_disk::OpenOptions;
+use vmstrata_disk::{OpenOptions, probe_layer};
 use vmstrata_repo::DirectoryRepository;
-use vmstrata_tier::{Head, Place, is_object_name, newest, repository_of};
+use vmstrata_tier::{Branch, Detach, Head, Place, is_object_name, newest, repository_of};
 use vmstrata_types::path_to_text;
 
 use super::snapshot::live::Live;
 use super::snapshot::resources;
 use super::status::duration;
-use crate::args::{JournalArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs};
+use crate::args::{BranchesArgs, DetachArgs, JournalArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs};
 use crate::audit;
-use crate::output::{answer, counted};
+use crate::output::{Progress, Table, answer, counted};
 use crate::units::short_size;
 
 /// Runs the command.
@@ -31,6 +31,8 @@ pub fn run(args: &TierArgs) -> Result<ExitCode> {
         TierCommand::Sync(args) => sync(args)?,
         TierCommand::Takeover(args) => take_over(args)?,
         TierCommand::Pins(args) => super::tiered::pins(args)?,
+        TierCommand::Branches(args) => branches(args)?,
+        TierCommand::Detach(args) => detach(args)?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -123,6 +125,119 @@ fn take_over(args: &TakeoverArgs) -> Result<()> {
         let (path, tier) = (path_to_text(&args.disk), path_to_text(&args.tier));
         let next = format!("serve it: vmstrata serve --disk path={path},tier={tier} ...\n");
         format!("taken over: {}{}{next}", taken.text(), aside.collect::<String>())
+    })
+}
+
+/// A copy that was put aside, for scripts.
+#[derive(Debug, Serialize)]
+struct AsideCopy {
+    branch: String,
+    path: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    owner: Option<String>,
+    unpublished_epochs: Vec<u64>,
+    bytes: u64,
+    age_seconds: u64,
+}
+
+impl AsideCopy {
+    fn of(branch: &Branch) -> Self {
+        Self {
+            branch: path_to_text(branch.name().as_ref()),
+            path: path_to_text(&branch.path),
+            owner: branch.owner.map(|owner| owner.to_string()),
+            unpublished_epochs: branch.unpublished.iter().map(|epoch| epoch.get()).collect(),
+            bytes: branch.bytes,
+            age_seconds: now_ns().saturating_sub(branch.written_ns) / 1_000_000_000,
+        }
+    }
+
+    /// What it alone has.
+    fn epochs(&self) -> String {
+        match &self.unpublished_epochs[..] {
+            [] => "none".to_owned(),
+            [one] => one.to_string(),
+            [first, .., last] => format!("{first} to {last}"),
+        }
+    }
+}
+
+fn branches(args: &BranchesArgs) -> Result<()> {
+    let found = Branch::all(&Place::of(&args.disk, &args.tier)?)?;
+    let Some(name) = &args.drop else {
+        let shown: Vec<AsideCopy> = found.iter().map(AsideCopy::of).collect();
+        return answer(args.json, &shown, || {
+            let mut table =
+                Table::new(["BRANCH", "OWNER", "UNPUBLISHED EPOCHS", ">SIZE ON DISK", ">LAST WRITTEN"]);
+            for aside in &shown {
+                let (size, age) = (short_size(aside.bytes), format!("{} ago", duration(aside.age_seconds)));
+                let owner = aside.owner.clone().unwrap_or_else(|| "-".to_owned());
+                table.row([aside.branch.clone(), owner, aside.epochs(), size, age]);
+            }
+            table.to_string()
+        });
+    };
+    let path = Path::new(name);
+    let is_it = |branch: &Branch| branch.name() == *name || branch.path == path;
+    let Some(branch) = found.into_iter().find(is_it) else {
+        bail!("{}: no branch of {}", path.display(), args.disk.display());
+    };
+    let lost = AsideCopy::of(&branch);
+    if !args.yes {
+        bail!(
+            "{}: unpublished epochs {}, and what was written after them, would be lost ({}, last written {} ago): add --yes",
+            lost.branch,
+            lost.epochs(),
+            short_size(lost.bytes),
+            duration(lost.age_seconds)
+        );
+    }
+    audit::change(audit::of("tier_branch_drop", [&args.disk]).object(lost.branch.clone()), |what| {
+        what.bytes = Some(lost.bytes);
+        Ok(branch.remove()?)
+    })?;
+    answer(args.json, &lost, || format!("deleted: {}, {}\n", lost.branch, short_size(lost.bytes)))
+}
+
+/// What a disk is once it is detached, for scripts.
+#[derive(Debug, Serialize)]
+struct Detached {
+    disk: String,
+    /// The directory of the layers that it stands on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    layers: Option<String>,
+}
+
+fn detach(args: &DetachArgs) -> Result<()> {
+    let place = Place::of(&args.disk, &args.tier)?;
+    if !args.yes {
+        let published = match place.open_repository()? {
+            Some(_) => Published::of(&place.path, &newest_of(&place.path)?).text(),
+            None => String::new(),
+        };
+        bail!(
+            "{published}{}: its earlier states, pins and this host's copy are deleted: add --yes",
+            place.repository.display()
+        );
+    }
+    let resources = resources(&args.journal)?;
+    let progress = Progress::endless(args.json);
+    audit::change(audit::of("tier_detach", [&args.disk]), |_| {
+        let mut detach = Detach::begin(&place, args.flatten, &OpenOptions::default(), &resources)?;
+        let mut steps = 0;
+        while detach.step()? {
+            steps += 1;
+            progress.show(|| counted(steps, "step"));
+        }
+        Ok(())
+    })?;
+    drop(progress);
+    let stands_on = probe_layer(&place.path, None)?.backing_path;
+    let layers = stands_on.and_then(|layer| Some(path_to_text(layer.parent()?)));
+    let detached = Detached { disk: path_to_text(&place.path), layers };
+    answer(args.json, &detached, || {
+        let stands = detached.layers.iter().map(|layers| format!(", which stands on the layers in {layers}"));
+        format!("detached: {} is an ordinary image{}\n", detached.disk, stands.collect::<String>())
     })
 }
 

@@ -3,7 +3,7 @@
 //! A file is needed by an image that names it as its backing file, and by a process that has it open. Where not all who might
 //! need it could be asked, nothing is removed. What is needed keeps all layers below it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use vmstrata_store::{FileId, Place};
 
@@ -132,10 +132,15 @@ pub(super) fn foresee(dropped: &[Dropped], users: &mut Users, wanted: &Wanted<'_
 fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(), Kept> {
     let place = may_go(layer, users, wanted)?;
     // First, so that a process killed in between leaves nothing that speaks of a file that is gone.
-    forget_sidecar(&layer.path);
-    back_refs::remove_all(&layer.path);
+    forget_beside(&layer.path);
     below(&layer.path).unwrap_or_default().iter().for_each(|below| back_refs::remove(below, &layer.path));
     if is_at(layer, &place) { place.remove().map_err(failed) } else { Err(Kept::Replaced) }
+}
+
+/// Removes what vmstrata keeps beside a layer that goes, as far as that can be done: its index, and who said to stand on it.
+pub fn forget_beside(layer: &Path) {
+    forget_sidecar(layer);
+    back_refs::remove_all(layer);
 }
 
 /// Where the file is that nothing stands against removing.
