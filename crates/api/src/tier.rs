@@ -36,6 +36,9 @@ pub struct TierStatus {
     /// For how many seconds the repository has not answered reads of what the cache lacks: they wait. Absent while it answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reads_wait_seconds: Option<u64>,
+    /// What to change in how the repository's file system is mounted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mount_warnings: Vec<String>,
     /// What is kept of the layers of this and other disks that are in repositories.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<TierCache>,

@@ -48,9 +48,7 @@ pub use self::snapshot::{
     SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 pub use self::survey::SurveyArgs;
-pub use self::tier::{
-    BranchesArgs, DetachArgs, PinsArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs,
-};
+pub use self::tier::{BranchesArgs, DetachArgs, PinsArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs};
 pub use self::vm::{
     DiskSnapshotArgs, MachineKind, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmGcArgs,
     VmListArgs, VmMode, VmPagesArgs, VmPruneArgs, VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs,

@@ -35,6 +35,7 @@ use crate::dense::ship_state;
 use crate::error::{Error, Result};
 use crate::head::{Epoch, EpochNumber, Head, OBJECTS_MAX};
 use crate::merger::{Ground, Merger};
+use crate::mount;
 use crate::pin::Pin;
 use crate::place::{Copy, Place};
 use crate::publisher::Publisher;
@@ -97,6 +98,7 @@ impl Shared {
             state: TierState::Publishing,
             cache: None,
             silent_since: None,
+            mount_warnings: mount::warnings(&place.repository),
         };
         let orders = Orders {
             asked: 0,
@@ -400,7 +402,8 @@ impl Engine {
             self.shared.changed.notify_all();
             return true;
         };
-        let why = told(&error);
+        let advice = mount::advice(&error).map(|advice| format!("; {advice}"));
+        let why = told(&error) + &advice.unwrap_or_default();
         let is_fenced = matches!(error, Error::Fenced { .. });
         if is_fenced {
             self.disk.refuse_writes(&why);

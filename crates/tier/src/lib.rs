@@ -8,7 +8,7 @@
 //! |---|---|
 //! | [`tiered`](Tiered), `engine`, [`status`](TierStatus) | when a disk is cut and published, and what is not |
 //! | `copies` | the copy of a disk that a host writes |
-//! | [`place`](Place) | where the parts of a tiered disk lie |
+//! | [`place`](Place), `mount` | where the parts of a tiered disk lie, and on what |
 //! | `attach`, [`detach`](Detach) | an ordinary image as the first layer, and the way back; the disk's path |
 //! | [`branch`](Branch) | copies that were put aside |
 //! | [`dense`](ship_state) | a state of a disk as a qcow2 file that holds no more than it must |
@@ -42,6 +42,7 @@ mod lock;
 mod look;
 mod merge;
 mod merger;
+mod mount;
 mod object;
 mod pin;
 mod place;

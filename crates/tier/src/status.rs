@@ -77,4 +77,6 @@ pub struct TierStatus {
     pub cache: Option<(PathBuf, CacheUse)>,
     /// Since when the repository has not answered reads of what the cache lacks.
     pub silent_since: Option<Instant>,
+    /// What a user may want to change in how the repository's file system is mounted.
+    pub mount_warnings: Vec<String>,
 }

@@ -274,9 +274,10 @@ pub fn cache_line(cache: &TierCache) -> String {
 
 fn places(status: &TierStatus) -> String {
     let layers = counted(status.epoch_layers, "layer");
+    let warnings = status.mount_warnings.iter().map(|warning| format!("  {warning}\n")).collect::<String>();
     let cache = status.cache.iter().map(|cache| format!("  {}\n", cache_line(cache))).collect::<String>();
     format!(
-        "  repository {} ({layers})\n  this host's copy {}: {}, generation {}\n{cache}  a write is durable on this host at once, and in the repository with the next epoch\n",
+        "  repository {} ({layers})\n  this host's copy {}: {}, generation {}\n{cache}{warnings}  a write is durable on this host at once, and in the repository with the next epoch\n",
         status.repository, status.owner, status.local, status.generation
     )
 }

@@ -48,6 +48,9 @@ impl Host {
             "published by this host: a write is durable here at once, and in the repository within {} s while that answers",
             tier.options().window.as_secs()
         );
+        for warning in &head.mount_warnings {
+            tracing::warn!(disk = spec.name, "{warning}");
+        }
         if let Some(entry) = self.table.lock().entry_mut(&spec.name) {
             entry.tier = Some(Arc::new(tiered));
         }
@@ -128,6 +131,7 @@ pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
         unpublished_bytes: status.unpublished_bytes,
         unpublished_seconds: status.unpublished_since_ns.map(age),
         reads_wait_seconds: status.silent_since.map(|since| since.elapsed().as_secs()),
+        mount_warnings: status.mount_warnings.clone(),
         cache: status.cache.as_ref().map(|(dir, used)| cache_status(dir, *used)),
     }
 }

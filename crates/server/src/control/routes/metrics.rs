@@ -274,6 +274,7 @@ mod tests {
             unpublished_bytes: 4096,
             unpublished_seconds: Some(80),
             reads_wait_seconds: Some(5),
+            mount_warnings: Vec::new(),
             cache: None,
         };
         let disk = DiskStatus {
