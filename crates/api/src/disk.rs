@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::{DiskLimits, TierStatus, is_default};
+use crate::{DiskLimits, DurableAt, OnOutage, TierStatus, is_default};
 
 /// A disk to open: what `--disk` says on the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -66,7 +66,7 @@ pub struct DiskSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
     pub tier: Option<String>,
-    /// With `tier`: how many seconds old a write becomes at most before it is cut off to be published; 30 if omitted.
+    /// With `tier`: how many seconds old a write is at most when it is published, while the repository answers; 30 if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1, maximum = 600)]
     pub window: Option<u64>,
@@ -75,6 +75,17 @@ pub struct DiskSpec {
     #[serde(alias = "on-missing", default, skip_serializing_if = "Option::is_none")]
     #[schema(pattern = "^(wait|error(:[1-9][0-9]{0,3})?)$")]
     pub on_missing: Option<String>,
+    /// With `tier`: what becomes of guests while the repository does not answer.
+    #[serde(alias = "on-outage", default, skip_serializing_if = "is_default")]
+    pub on_outage: OnOutage,
+    /// With `tier`: how many bytes this host keeps at most that are not published, while the repository does not answer. The guest's writes wait then. As many
+    /// as the file system has left if omitted.
+    #[serde(alias = "outage-bytes", default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1_048_576)]
+    pub outage_bytes: Option<u64>,
+    /// With `tier`: where what a guest has flushed is durable.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub durability: DurableAt,
 }
 
 /// How data passes the host's page cache.

@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::is_default;
+
 /// What of a tiered disk is in its repository, and what this host alone has.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct TierStatus {
@@ -39,6 +41,27 @@ pub struct TierStatus {
     /// What to change in how the repository's file system is mounted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mount_warnings: Vec<String>,
+    /// How many seconds old a write is at most when it is published, while the repository answers.
+    pub window_seconds: u64,
+    /// What becomes of the guest while it does not.
+    pub on_outage: OnOutage,
+    /// Where what the guest has flushed is durable.
+    pub durability: DurableAt,
+    /// For how many seconds more epochs are held on this host; absent unless they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_seconds: Option<u64>,
+    /// Bytes that guests wrote, a second of shipping, of the last epochs; absent until that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ships_bytes_a_second: Option<u64>,
+    /// To how many bytes a second the guest's writes are slowed, so that they are published within the window; absent unless they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slowed_to_bytes_a_second: Option<u64>,
+    /// Whether the guest's writes wait: this host has as many bytes that are not published as it may have.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub writes_wait: bool,
+    /// Flushes of the guest that wait to be published.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub flushes_wait: u64,
     /// What is kept of the layers of this and other disks that are in repositories.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<TierCache>,
@@ -55,6 +78,47 @@ pub struct TierCache {
     pub max_bytes: u64,
     /// Chunks of 256 KiB that came from repositories since the server began.
     pub fetched_chunks: u64,
+}
+
+/// What becomes of guests of a tiered disk while its repository does not answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnOutage {
+    /// They go on.
+    #[default]
+    Continue,
+    /// Their flushes wait once there is a write that is older than the window and not published.
+    Stall,
+}
+
+/// Where a write of a tiered disk is durable once the flush after it has completed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum DurableAt {
+    /// On this host, and in the repository within the window.
+    #[default]
+    Host,
+    /// In the repository.
+    Repository,
+}
+
+/// For how long epochs of a tiered disk are to be held on this host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TierHold {
+    /// Seconds from now; 0 to publish them again.
+    #[schema(maximum = 3600)]
+    pub seconds: u64,
+}
+
+/// How fast all tiered disks of a server together ship what they publish.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TierRate {
+    /// Bytes a second; without limit if omitted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 65_536)]
+    pub bytes_a_second: Option<u64>,
 }
 
 /// Whether a tiered disk is published.

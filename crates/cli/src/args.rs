@@ -48,7 +48,10 @@ pub use self::snapshot::{
     SnapshotHoldArgs, SnapshotListArgs, SnapshotRevertArgs, SnapshotShowArgs,
 };
 pub use self::survey::SurveyArgs;
-pub use self::tier::{BranchesArgs, DetachArgs, PinsArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs};
+pub use self::tier::{
+    BranchesArgs, DetachArgs, PinsArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs, TierHoldArgs,
+    TierRateArgs,
+};
 pub use self::vm::{
     DiskSnapshotArgs, MachineKind, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmGcArgs,
     VmListArgs, VmMode, VmPagesArgs, VmPruneArgs, VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs,
@@ -154,7 +157,7 @@ pub enum Command {
     Export(ExportArgs),
     /// Begin, watch and change the long work of a running server
     Job(JobArgs),
-    /// Show what of a tiered disk is published, publish it now, take it over from another host, or make it an ordinary image again
+    /// Show what of a tiered disk is published, publish or hold it, take it over from another host, or make it an ordinary image again
     Tier(TierArgs),
     /// Take snapshots of running guests (memory, devices and disks), and start guests from them
     Vm(VmArgs),

@@ -24,7 +24,7 @@ pub fn format_parser() -> impl TypedValueParser<Value = Format> {
 
 /// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
 /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,window=SECONDS]
-/// [,on-missing=wait|error[:SECONDS]]][,LIMITS]`.
+/// [,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE][,durability=host|repository]][,LIMITS]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.
@@ -55,7 +55,8 @@ pub fn parse_api_disk(text: impl AsRef<OsStr>) -> Result<api::DiskSpec> {
             .collect(),
     });
     let limits = take_limits(&mut list)?;
-    Ok(api::DiskSpec { backing, limits, ..list.read()? })
+    let outage_bytes = take_size(&mut list, "outage-bytes")?;
+    Ok(api::DiskSpec { backing, limits, outage_bytes, ..list.read()? })
 }
 
 /// Reads limits: `iops-total=N`, `bps-read=SIZE` and their like, with `-max` and `-max-length`; or `none`.
@@ -76,6 +77,14 @@ pub fn parse_limits(text: &str) -> Result<api::DiskLimits> {
 #[derive(serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Nothing {}
+
+fn take_size(list: &mut KeyValues, key: &str) -> Result<Option<u64>> {
+    let read = |value: OsString| {
+        let value = value.to_string_lossy();
+        parse_size(&value).with_context(|| format!("'{key}' is a size, not '{value}'"))
+    };
+    list.take(key)?.map(read).transpose()
+}
 
 fn take_limits(list: &mut KeyValues) -> Result<api::DiskLimits> {
     let mut limits = api::DiskLimits::default();
@@ -144,7 +153,7 @@ mod tests {
     use vmstrata_disk::{DetectZeroes, Limit, Limits};
     use vmstrata_export::SocketAccess;
     use vmstrata_store::CacheMode;
-    use vmstrata_tier::OnMissing;
+    use vmstrata_tier::{DurableAt, OnMissing, OnOutage};
 
     use super::*;
 
@@ -197,11 +206,13 @@ mod tests {
         let backing = |text| parse_disk(text).unwrap().backing;
         assert_eq!(backing("path=a,backing=none"), Some(Vec::new()));
         assert_eq!(backing("path=a,backing=/b.raw:/c"), Some(vec!["/b.raw".into(), "/c".into()]));
-        let tier =
-            parse_disk("path=a,tier=/var/lib/vmstrata,window=5,on-missing=error:9").unwrap().tier.unwrap();
+        let keys = "window=5,on-missing=error:9,on-outage=stall,outage-bytes=10G,durability=repository";
+        let tier = parse_disk(format!("path=a,tier=/var/lib/vmstrata,{keys}")).unwrap().tier.unwrap();
         let seconds = Duration::from_secs;
         assert_eq!((tier.dir.as_path(), tier.window), (Path::new("/var/lib/vmstrata"), Some(seconds(5))));
         assert_eq!(tier.on_missing, OnMissing::Error(seconds(9)));
+        assert_eq!((tier.on_outage, tier.durability), (OnOutage::Stall, DurableAt::Repository));
+        assert_eq!(tier.outage_bytes.map(|bytes| bytes.get()), Some(10 << 30));
         let kept = parse_disk("path=a,keep=daily=7,,weekly=4").unwrap().keep;
         assert_eq!(kept.unwrap().to_string(), "daily=7,weekly=4");
     }
@@ -257,6 +268,9 @@ mod tests {
             ("path=a,name=b=c", "no '='"),
             ("path=a,keep=fortnightly=2", "keep: 'fortnightly=2' is no rule"),
             ("path=a,name=b\n", "no control characters"),
+            ("path=a,tier=b,outage-bytes=much", "'outage-bytes' is a size, not 'much'"),
+            ("path=a,tier=b,on-outage=fail", "unknown variant `fail`, expected `continue` or `stall`"),
+            ("path=a,durability=repository", "'durability' goes with 'tier'"),
         ] {
             let error = error_of(parse_disk(text));
             assert!(error.contains(part), "{text}: {error}");

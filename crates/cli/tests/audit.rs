@@ -87,6 +87,8 @@ const OTHERS: &[&str] = &[
     "job limit",
     "tier status",
     "tier sync",
+    "tier hold",
+    "tier rate",
     "vm args",
     "vm pages",
     "vm list",

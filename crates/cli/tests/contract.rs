@@ -82,6 +82,13 @@ fn every_operation_answers_as_the_document_says() {
     client.ask("POST", "/v1/disks", &tier, 201);
     let synced = client.ask("POST", "/v1/disks/tiered/tier/sync", &Value::Null, 200).json();
     assert_eq!(client.get("/v1/disks/tiered").json()["tier"]["epoch"], synced["epoch"]);
+    for seconds in [600, 0] {
+        let held = json!({ "seconds": seconds });
+        client.ask("PUT", "/v1/disks/tiered/tier/hold", &held, 200);
+    }
+    let rate = json!({ "bytes_a_second": 1 << 20 });
+    client.ask("PUT", "/v1/tier/rate", &rate, 200);
+    assert_eq!(client.get("/v1/tier/rate").json(), rate);
     client.ask("GET", &format!("/v1/exports/{}", export["id"]), &Value::Null, 200);
     client.ask("DELETE", &format!("/v1/exports/{}", export["id"]), &Value::Null, 204);
     client.ask("DELETE", "/v1/disks/other", &Value::Null, 204);

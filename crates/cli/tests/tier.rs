@@ -34,7 +34,11 @@ impl Nas {
     }
 
     fn args(&self, host: &str, window: u32) -> [String; 4] {
-        let disk = format!("path={},tier={},window={window}", self.path, self.images.name(host));
+        self.args_with(host, &format!("window={window}"))
+    }
+
+    fn args_with(&self, host: &str, keys: &str) -> [String; 4] {
+        let disk = format!("path={},tier={},{keys}", self.path, self.images.name(host));
         let nbd = format!("unix:{},rw", self.images.name(&format!("{host}.sock")));
         ["--disk".to_owned(), disk, "--nbd".to_owned(), nbd]
     }
@@ -55,6 +59,16 @@ impl Nas {
     fn write(&self, server: &Server, command: &str) {
         tool_ok("qemu-io", ["-f", "raw", "-c", command, "-c", "flush", &server.uri("web")]);
         tool_ok("qemu-io", ["-f", "qcow2", "-c", command, &self.model]);
+    }
+
+    /// A guest that writes, and whose requests may wait; the model has all of it at once.
+    fn begin_to_write(&self, server: &Server, commands: &[String]) -> Child {
+        let mut guest = Command::new("qemu-io");
+        guest.args(["-f", "raw"]).args(commands.iter().flat_map(|command| ["-c", command]));
+        let guest = guest.args(["-c", "flush", &server.uri("web")]).stdout(Stdio::null()).spawn().unwrap();
+        let model = commands.iter().flat_map(|command| ["-c", command]);
+        tool_ok("qemu-io", ["-f", "qcow2"].into_iter().chain(model).chain([self.model.as_str()]));
+        guest
     }
 
     fn repository(&self) -> PathBuf {
@@ -387,6 +401,29 @@ fn reads_of_what_the_cache_lacks_wait_for_the_repository_and_all_else_goes_on() 
 }
 
 #[test]
+fn flushes_wait_in_an_outage_of_a_disk_that_is_to_stall() {
+    let nas = Nas::new();
+    let args = nas.args_with("a", "window=4,on-outage=stall");
+    let server = Server::start(&args.each_ref().map(String::as_str));
+    nas.write(&server, "write -P 1 0 1M");
+    wait_until("an epoch", || tier(&server)["epoch"] == 2);
+    fs::rename(nas.repository(), nas.away()).unwrap();
+    nas.write(&server, "write -P 2 512k 1M");
+    wait_until("the window is past", || tier(&server)["unpublished_seconds"].as_u64() > Some(4));
+    let mut guest = nas.begin_to_write(&server, &["write -P 3 20M 1M".to_owned()]);
+    wait_until("its flush waits", || tier(&server)["flushes_wait"].as_u64() > Some(0));
+    assert_ne!(metric(&server, "flushes_wait"), "0");
+    let said = server.ask_ok(["status"]);
+    assert!(said.contains("1 flush WAIT") && said.contains("NOT PUBLISHED"), "{said}");
+    assert!(guest.try_wait().unwrap().is_none());
+    fs::rename(nas.away(), nas.repository()).unwrap();
+    assert!(guest.wait().unwrap().success());
+    server.ask_ok(["tier", "sync", "web"]);
+    nas.assert_published();
+    assert!(server.stop().success());
+}
+
+#[test]
 fn reads_of_what_the_cache_lacks_fail_in_time_if_they_are_to() {
     let nas = Nas::new();
     let server = cut_off(&nas, ",on-missing=error:1");
@@ -497,4 +534,70 @@ fn branches_are_listed_and_deleted_by_name() {
     assert!(run_err(1, list.iter().chain(&["--drop", "other", "--yes"])).contains("no branch of"));
     run_ok(list.iter().chain(&["--drop", name, "--yes"]));
     assert!(!nas.images.path("a").join(name).exists());
+}
+
+#[test]
+fn writes_wait_in_an_outage_that_has_used_up_its_budget() {
+    let nas = Nas::new();
+    let args = nas.args_with("a", "window=1,outage-bytes=8M");
+    let server = Server::start(&args.each_ref().map(String::as_str));
+    nas.write(&server, "write -P 1 0 1M");
+    wait_until("an epoch", || tier(&server)["epoch"] == 2);
+    fs::rename(nas.repository(), nas.away()).unwrap();
+    nas.write(&server, "write -P 2 512k 1M");
+    wait_until("it is seen", || tier(&server)["state"] == "stalled");
+    let commands: Vec<String> = (0..24).map(|number| format!("write -P {number} {number}M 1M")).collect();
+    let mut guest = nas.begin_to_write(&server, &commands);
+    wait_until("its writes wait", || tier(&server)["writes_wait"] == true);
+    assert_eq!(metric(&server, "writes_wait"), "1");
+    assert!(tier(&server)["unpublished_bytes"].as_u64() < Some(12 << 20), "{}", tier(&server));
+    assert!(server.ask_ok(["top", "--once"]).contains("WRITES WAIT"));
+    assert!(server.log().contains("outage-bytes"), "{}", server.log());
+    assert!(guest.try_wait().unwrap().is_none());
+    fs::rename(nas.away(), nas.repository()).unwrap();
+    assert!(guest.wait().unwrap().success());
+    server.ask_ok(["tier", "sync", "web"]);
+    nas.assert_published();
+    assert!(server.stop().success());
+}
+
+#[test]
+fn what_is_flushed_is_on_the_nas_when_that_is_asked_for() {
+    let nas = Nas::new();
+    let args = nas.args_with("a", "window=600,durability=repository");
+    let server = Server::start(&args.each_ref().map(String::as_str));
+    for number in 1..4 {
+        nas.write(&server, &format!("write -P {number} {number}M 1M"));
+    }
+    assert!(server.ask_ok(["tier", "status", "web"]).contains("durable in the repository"));
+    server.crash();
+    run_ok(nas.takeover("b", &["--yes"]));
+    let other = nas.serve("b");
+    for number in 1..4 {
+        let command = format!("read -P {number} {number}M 1M");
+        let read = tool_ok("qemu-io", ["-f", "raw", "-c", &command, &other.uri("web")]);
+        assert!(!read.contains("verification failed"), "{read}");
+    }
+    assert!(other.stop().success());
+}
+
+#[test]
+fn epochs_are_held_and_the_rate_is_changed_while_the_server_runs() {
+    let nas = Nas::new();
+    let args = nas.args("a", 1);
+    let mut args: Vec<&str> = args.iter().map(String::as_str).collect();
+    args.extend(["--tier-rate", "40M"]);
+    let server = Server::start(&args);
+    assert!(server.ask_ok(["tier", "rate"]).contains("40 MiB a second"));
+    assert!(server.ask_ok(["tier", "rate", "none"]).contains("without limit"));
+    let held = server.ask_ok(["tier", "hold", "web", "--for", "10m"]);
+    assert!(held.contains("HELD"), "{held}");
+    nas.write(&server, "write -P 1 0 1M");
+    wait_until("the window is past", || tier(&server)["unpublished_seconds"].as_u64() > Some(2));
+    assert_eq!((&tier(&server)["epoch"], metric(&server, "held").as_str()), (&1.into(), "1"));
+    server.ask_ok(["tier", "hold", "web", "--release"]);
+    wait_until("it is published", || tier(&server)["epoch"] == 2);
+    let refused = server.ask_err(["tier", "hold", "web", "--for", "2h"]);
+    assert!(refused.contains("1 s to 1 h"), "{refused}");
+    assert!(server.stop().success());
 }

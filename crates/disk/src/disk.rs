@@ -35,12 +35,12 @@ use crate::layer::Format;
 use crate::layers::{LayerInfo, Layers, Top, index_of};
 use crate::loading::{Chain, freeze, read_chain};
 use crate::maintenance::Maintained;
-use crate::observer::{Hooks, IoObserver};
+use crate::observer::{Durability, Hooks, IoObserver};
 use crate::refs::back_refs;
 use crate::request::{Op, Request};
 use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
-use crate::throttle::{Limits, Throttle};
+use crate::throttle::{Limits, Pace, Throttle};
 use crate::workers::{CarryOut, Mailbox};
 use crate::zero::{Purpose, ZERO_CHUNK};
 use state::{Service, State};
@@ -228,9 +228,26 @@ impl Disk {
 
     /// Limits the requests of the disk's queues from now on; without any limit, those that wait go on at once.
     pub fn limit(&self, limits: Limits) {
-        let throttle = Throttle::new(limits, Instant::now()).map(Arc::new);
-        self.hooks.change(|hooked| hooked.throttle = throttle);
+        self.hooks.change(|hooked| {
+            let pace = hooked.throttle.as_ref().map_or(Pace::Free, |throttle| throttle.pace());
+            hooked.throttle = Throttle::new(limits, pace, Instant::now()).map(Arc::new);
+        });
         self.call_queues();
+    }
+
+    /// Sets the pace of the writes of the disk's queues from now on, beside its limits.
+    pub fn pace(&self, pace: Pace) {
+        self.hooks.change(|hooked| match &hooked.throttle {
+            Some(throttle) if pace != Pace::Free => throttle.set_pace(pace),
+            Some(throttle) if throttle.limits() != Limits::default() => throttle.set_pace(pace),
+            _ => hooked.throttle = Throttle::new(Limits::default(), pace, Instant::now()).map(Arc::new),
+        });
+        self.call_queues();
+    }
+
+    /// Has flushes, and writes with FUA, of the disk's queues that begin to end from now on wait for `durability`, or for this host alone.
+    pub fn hold_flushes(&self, durability: Option<Arc<dyn Durability>>) {
+        self.hooks.change(|hooked| hooked.durability = durability);
     }
 
     /// The limits now.

@@ -104,7 +104,7 @@ pub use frozen::{FrozenChain, FrozenLayer};
 pub use journal::Slot;
 pub use layer::Format;
 pub use layers::LayerInfo;
-pub use observer::IoObserver;
+pub use observer::{Durability, IoObserver, WhenDurable};
 pub use opener::{LocalFiles, Opened, Opener, Role, directory_of};
 pub use probe::{
     BackingPlace, ImageHead, LayerHead, OwnCluster, ProbedFile, check_locks, own_clusters, probe_backing,
@@ -113,4 +113,4 @@ pub use probe::{
 pub use queue::{IoQueue, WATCHED_MAX};
 pub use request::{Completion, Op, Request};
 pub use resources::{ResourceOptions, ResourceUse, Resources};
-pub use throttle::{Limit, LimitError, Limits};
+pub use throttle::{Limit, LimitError, Limits, Pace};

@@ -13,6 +13,7 @@
 //! again, whole, by a worker, which finds out what is wrong and says it well.
 
 mod absent;
+mod durable;
 mod flush;
 mod limits;
 mod pins;
@@ -36,7 +37,7 @@ use crate::disk::Disk;
 use crate::epoch::{Member, Phase, next_shard};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layers::Layers;
-use crate::observer::{Hooked, IoObserver};
+use crate::observer::{Durability, Hooked, IoObserver};
 use crate::request::{Completion, Op, Request};
 use crate::stats::{Begun, QueueStats};
 use crate::throttle::Throttle;
@@ -85,10 +86,13 @@ pub struct IoQueue {
     /// As of the disk's hooks when they were last looked at.
     observer: Option<Arc<dyn IoObserver>>,
     throttle: Option<Arc<Throttle>>,
+    durability: Option<Arc<dyn Durability>>,
     hooks_version: u64,
     /// Requests that wait for the disk's limits, by direction, and until when the first must.
     throttled: [VecDeque<Throttled>; 2],
     throttled_until: Option<Instant>,
+    /// Requests that are done on this host, and wait for the disk's [`Durability`].
+    held_here: usize,
     /// The request that is being pushed.
     begun: Begun,
 }
@@ -101,6 +105,8 @@ struct Slot {
     begun: Begun,
     parts_left: u32,
     failed: bool,
+    /// Whether it is among those in `held_here`.
+    is_held_here: bool,
     /// Present while the request writes whole blocks around the page cache.
     writing: Option<Phase>,
     /// What a read will have brought into the host's memory.
@@ -117,11 +123,13 @@ impl IoQueue {
     pub fn new(disk: Arc<Disk>, depth: u32) -> Result<Self> {
         let mailbox = Arc::new(Mailbox::new()?);
         disk.call_when_changed(&mailbox);
-        let (hooks_version, Hooked { observer, throttle }) = disk.hooks.get();
+        let (hooks_version, Hooked { observer, throttle, durability }) = disk.hooks.get();
         Ok(Self {
             observer,
             throttle,
+            durability,
             hooks_version,
+            held_here: 0,
             throttled: Default::default(),
             throttled_until: None,
             layers: arc_swap::Guard::into_inner(disk.layers_now()),
@@ -188,8 +196,9 @@ impl IoQueue {
 
     #[cold]
     fn take_hooks(&mut self) {
-        let (version, Hooked { observer, throttle }) = self.disk.hooks.get();
-        (self.hooks_version, self.observer, self.throttle) = (version, observer, throttle);
+        let (version, hooked) = self.disk.hooks.get();
+        self.hooks_version = version;
+        Hooked { observer: self.observer, throttle: self.throttle, durability: self.durability } = hooked;
         if self.throttled() > 0 {
             self.start_throttled();
         }
@@ -279,6 +288,7 @@ impl IoQueue {
             begun: self.begun,
             parts_left,
             failed: false,
+            is_held_here: false,
             writing: None,
             fetches: SmallVec::new(),
             holds: Holds::new(),
@@ -341,10 +351,11 @@ impl Drop for IoQueue {
     fn drop(&mut self) {
         self.start_all_throttled();
         let mut finished = Vec::new();
-        while self.in_flight > 0 {
+        // Those that are done on this host use no memory any more, and may wait for long.
+        while self.in_flight > self.held_here {
             self.submit();
             self.reap(&mut finished);
-            if self.in_flight > 0 {
+            if self.in_flight > self.held_here {
                 self.wait(&[], Some(Duration::from_millis(100)));
             }
         }
@@ -447,7 +458,7 @@ impl IoQueue {
                 match reply {
                     reply if is_part => self.part_done(slot, matches!(reply, Reply::Ended(Ok(()))), out),
                     Reply::Fetched(fetched) => self.fetched(slot, fetched, out),
-                    Reply::Ended(result) => out.push(self.release(slot, result)),
+                    Reply::Ended(result) => out.extend(self.done_here(slot, result)),
                 }
             }
             self.replies = replies;

@@ -36,6 +36,11 @@ impl Op {
         matches!(self, Self::Read | Self::Write { .. })
     }
 
+    /// Whether all that it covers is on stable storage when it completes.
+    pub(crate) fn is_durable(self) -> bool {
+        matches!(self, Self::Flush | Self::Write { fua: true } | Self::WriteZeroes { fua: true, .. })
+    }
+
     /// Whether a read-only disk refuses it.
     pub(crate) fn changes_disk(self) -> bool {
         matches!(self, Self::Write { .. } | Self::Discard | Self::WriteZeroes { .. })

@@ -3,6 +3,8 @@
 //! Each limit is a leaky bucket, shared by the disk's queues. A request fills it, and it leaks at the limit's rate. While it is
 //! full, requests wait in their queues; one that begins may overfill it, so none is too large. All limits hold at once.
 //!
+//! Beside its limits a disk has a [`Pace`] for its writes, which changes with what becomes of them: one more bucket, or a stop.
+//!
 //! Reads and prefetches count as reads; writes, discards and zeroing as writes. Discards and zeroing move no bytes, so they
 //! count as operations only (unlike in QEMU). A flush counts as nothing.
 
@@ -94,6 +96,18 @@ pub struct Limits {
     pub bps_write: Option<Limit>,
 }
 
+/// How fast a disk takes writes, within its limits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pace {
+    /// As fast as it can.
+    #[default]
+    Free,
+    /// So many bytes a second; 0 is taken for 1.
+    BytesPerSecond(u64),
+    /// Writes, discards and zeroing wait, until the pace is another.
+    Stopped,
+}
+
 /// Which way a request goes: those of one direction keep their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Direction {
@@ -175,12 +189,31 @@ pub(crate) struct Throttle {
 #[derive(Debug)]
 struct State {
     buckets: Vec<Bucket>,
+    pace: Pace,
+    /// That of the pace.
+    paced: Option<Bucket>,
     leaked_at: Instant,
+}
+
+impl State {
+    /// Changes the pace. Who waits for it does not wait longer by that.
+    fn set_pace(&mut self, pace: Pace) {
+        self.pace = pace;
+        let Pace::BytesPerSecond(rate) = pace else {
+            self.paced = None;
+            return;
+        };
+        let limit = Limit { rate: rate.max(1), burst: None };
+        let slowed = |bucket: &Bucket| bucket.level * (limit.rate as f64 / bucket.limit.rate as f64).min(1.0);
+        let level = self.paced.as_ref().map_or(0.0, slowed);
+        let direction = Some(Direction::Write);
+        self.paced = Some(Bucket { limit, unit: Unit::Bytes, direction, level, burst_level: 0.0 });
+    }
 }
 
 impl Throttle {
     /// `None` without any limit.
-    pub(crate) fn new(limits: Limits, now: Instant) -> Option<Self> {
+    pub(crate) fn new(limits: Limits, pace: Pace, now: Instant) -> Option<Self> {
         let (read, write) = (Some(Direction::Read), Some(Direction::Write));
         let Limits { iops_total, iops_read, iops_write, bps_total, bps_read, bps_write } = limits;
         let all = [
@@ -195,8 +228,20 @@ impl Throttle {
             Some(Bucket { limit: limit?, unit, direction, level: 0.0, burst_level: 0.0 })
         };
         let buckets: Vec<Bucket> = all.into_iter().filter_map(bucket).collect();
-        let state = Mutex::new(State { leaked_at: now, buckets });
-        (limits != Limits::default()).then_some(Self { limits, state })
+        let mut state = State { leaked_at: now, buckets, pace: Pace::Free, paced: None };
+        state.set_pace(pace);
+        let limits_anything = limits != Limits::default() || pace != Pace::Free;
+        limits_anything.then(|| Self { limits, state: Mutex::new(state) })
+    }
+
+    /// The pace now.
+    pub(crate) fn pace(&self) -> Pace {
+        self.state.lock().pace
+    }
+
+    /// Changes the pace; the limits stay used up as far as they are.
+    pub(crate) fn set_pace(&self, pace: Pace) {
+        self.state.lock().set_pace(pace);
     }
 
     pub(crate) fn limits(&self) -> Limits {
@@ -217,15 +262,21 @@ impl Throttle {
         let mut state = self.state.lock();
         let passed = now.saturating_duration_since(state.leaked_at);
         state.leaked_at = state.leaked_at.max(now);
-        state.buckets.iter_mut().for_each(|bucket| bucket.leak(passed.as_secs_f64()));
-        let counting = || state.buckets.iter().filter(|bucket| bucket.counts(direction));
-        let wait = counting().map(Bucket::wait).fold(0.0, f64::max);
+        let is_stopped = state.pace == Pace::Stopped && direction == Direction::Write;
+        let State { buckets, paced, .. } = &mut *state;
+        let mut wait = if is_stopped { f64::MAX } else { 0.0 };
+        for bucket in buckets.iter_mut().chain(&mut *paced) {
+            bucket.leak(passed.as_secs_f64());
+            if bucket.counts(direction) {
+                wait = wait.max(bucket.wait());
+            }
+        }
         if wait > 0.0 {
             // Rounded up, else it would ask once too often; bounded, because a clock ends.
             let wait = Duration::from_secs_f64(wait.min(Limit::SECONDS_MAX as f64));
             return Err(now + wait + Duration::from_nanos(1));
         }
-        let counting = state.buckets.iter_mut().filter(|bucket| bucket.counts(direction));
+        let counting = buckets.iter_mut().chain(paced).filter(|bucket| bucket.counts(direction));
         counting.for_each(|bucket| bucket.fill(bytes));
         Ok(())
     }

@@ -451,6 +451,10 @@ impl NewObject for NewFile {
         Ok(())
     }
 
+    fn write_out(&mut self) -> Result<()> {
+        self.step(State::Writing, |file| file.sync_data()).map_err(self.failed("flushing"))
+    }
+
     fn sync(&mut self) -> Result<()> {
         self.flush().map_err(self.failed("flushing"))
     }

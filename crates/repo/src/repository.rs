@@ -192,6 +192,14 @@ pub trait NewObject: Send {
     /// When they were not, or not all, taken.
     fn write(&mut self, bytes: &[u8]) -> Result<()>;
 
+    /// Brings the bytes so far to stable storage, where that is apart from writing them; more may follow.
+    ///
+    /// # Errors
+    /// When they may not be there.
+    fn write_out(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Brings all bytes to stable storage. No more are written then.
     ///
     /// # Errors

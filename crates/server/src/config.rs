@@ -27,6 +27,7 @@
 mod file;
 
 use std::net::SocketAddr;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -34,7 +35,9 @@ use vmstrata_export::SocketAccess;
 
 use crate::options::{ControlPlace, Limits, LogFormat, Options, TlsFiles};
 use crate::size::SizeError;
-use crate::spec::{DiskSpec, MetricsError, NbdError, NbdSpec, SpecError, TierCacheError, VhostUserSpec};
+use crate::spec::{
+    DiskSpec, MetricsError, NbdError, NbdSpec, SpecError, TierCacheError, TierRateError, VhostUserSpec,
+};
 
 /// A configuration file that cannot be used, and where in it the reason is.
 #[derive(Debug, thiserror::Error)]
@@ -70,6 +73,9 @@ pub enum ConfigFault {
     /// A size that no cache of layers can have.
     #[error(transparent)]
     TierCache(#[from] TierCacheError),
+    /// A rate that tiered disks cannot ship at.
+    #[error("tier-rate: {0}")]
+    TierRate(#[from] TierRateError),
     /// A place for metrics that is none.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
@@ -116,6 +122,8 @@ pub struct Settings {
     pub workers: Option<usize>,
     /// Bytes of repositories' layers in each directory of tiered disks.
     pub tier_cache_bytes: Option<u64>,
+    /// Bytes a second that tiered disks ship together.
+    pub tier_rate: Option<NonZeroU64>,
     /// Where volatile journals go.
     pub runtime_dir: Option<PathBuf>,
     /// Where the server is controlled.
@@ -163,6 +171,7 @@ impl Settings {
             max_open_files: self.max_open_files.or(others.max_open_files),
             workers: self.workers.or(others.workers),
             tier_cache_bytes: self.tier_cache_bytes.or(others.tier_cache_bytes),
+            tier_rate: self.tier_rate.or(others.tier_rate),
             runtime_dir: self.runtime_dir.or(others.runtime_dir),
             control: self.control.or(others.control),
             metrics: self.metrics.or(others.metrics),
@@ -187,6 +196,7 @@ impl Settings {
                 max_open_files: self.max_open_files,
                 workers: self.workers,
                 tier_cache_bytes: self.tier_cache_bytes,
+                tier_rate: self.tier_rate,
             },
             runtime_dir: self.runtime_dir,
             forget_added: false,

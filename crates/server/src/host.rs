@@ -38,7 +38,7 @@ use vmstrata_api::Event;
 use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
-use vmstrata_tier::{CachedFiles, Tiered};
+use vmstrata_tier::{CachedFiles, Tiered, Wire};
 
 use self::caches::Caches;
 use self::exports::{Export, State};
@@ -68,6 +68,8 @@ const END_PATIENCE: Duration = Duration::from_secs(30);
 pub struct Host {
     resources: Arc<Resources>,
     caches: Caches,
+    /// What tiered disks ship over.
+    wire: Arc<Wire>,
     limits: ResourceOptions,
     allow_backing: Vec<PathBuf>,
     /// Whether disks are opened without unflushed writes that cannot be taken up.
@@ -206,6 +208,7 @@ impl Host {
         Ok(Arc::new(Self {
             resources,
             caches: Caches::new(files, options.limits.tier_cache_bytes),
+            wire: Arc::new(Wire::new(options.limits.tier_rate)),
             limits,
             allow_backing: options.allow_backing.clone(),
             discards_unflushed: AtomicBool::new(options.discard_unflushed),
@@ -276,9 +279,10 @@ impl Host {
             table.exports.iter_mut().map(|export| export.shut(ending())).collect::<Vec<_>>()
         };
         exports.iter().for_each(State::begin_close);
-        self.begin_to_end_tiers();
         self.jobs.end_all(deadline);
         let drained = exports.into_iter().map(State::close_unflushed).fold(Ok(()), Result::and);
+        // Not before: flushes may wait to be published.
+        self.begin_to_end_tiers();
         drained.and(self.close_disks())
     }
 

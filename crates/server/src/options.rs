@@ -1,6 +1,7 @@
 //! What a server is started with.
 
 use std::net::SocketAddr;
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -90,11 +91,19 @@ pub struct Limits {
     pub workers: Option<usize>,
     /// Bytes of repositories' layers in each directory of tiered disks; `None` derives it from the file system's room.
     pub tier_cache_bytes: Option<u64>,
+    /// Bytes a second that tiered disks ship together.
+    pub tier_rate: Option<NonZeroU64>,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { metadata_cache_bytes: 64 << 20, max_open_files: None, workers: None, tier_cache_bytes: None }
+        Self {
+            metadata_cache_bytes: 64 << 20,
+            max_open_files: None,
+            workers: None,
+            tier_cache_bytes: None,
+            tier_rate: None,
+        }
     }
 }
 

@@ -16,18 +16,18 @@ mod together;
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::num::NonZeroU16;
+use std::num::{NonZeroU16, NonZeroU64};
 use std::path::PathBuf;
 
 use vmstrata_api as api;
 use vmstrata_disk::LimitError;
 use vmstrata_disk::snapshot::KeepError;
 use vmstrata_export::SocketAccess;
-use vmstrata_tier::CACHE_BYTES_MIN;
+use vmstrata_tier::{CACHE_BYTES_MIN, Wire};
 use vmstrata_types::path_from_text;
 
 pub use self::disk::{CloneOf, DiskSpec, StateError, TierSpec};
-pub(crate) use self::disk::{shown_detect_zeroes, shown_subclusters};
+pub(crate) use self::disk::{shown_detect_zeroes, shown_durability, shown_on_outage, shown_subclusters};
 pub(crate) use self::limits::{limits_of, shown_limits};
 pub use self::nbd::{NbdError, NbdSpec};
 pub(crate) use self::together::check_guests;
@@ -182,6 +182,15 @@ pub enum SpecError {
         /// What was asked for.
         seconds: u64,
     },
+    /// A budget that one write uses up.
+    #[error("'outage-bytes' is at least 1M, not {bytes}")]
+    OutageBytes {
+        /// What was asked for.
+        bytes: u64,
+    },
+    /// Too few bytes a second.
+    #[error(transparent)]
+    TierRate(#[from] TierRateError),
     /// Something that a tiered disk does not do.
     #[error("'{key}' does not go with 'tier'")]
     NotTiered {
@@ -219,6 +228,38 @@ pub enum SpecError {
     SocketTwice {
         /// The path.
         path: PathBuf,
+    },
+}
+
+/// Reads how fast tiered disks ship: a size, the bytes of a second.
+///
+/// # Errors
+/// What is no size, or too little.
+pub fn parse_tier_rate(text: &str) -> Result<NonZeroU64, TierRateError> {
+    let bytes = parse_size(text.strip_suffix("/s").unwrap_or(text))?;
+    check_tier_rate(bytes)
+}
+
+/// Checks how many bytes a second tiered disks ship.
+///
+/// # Errors
+/// Too few.
+pub(crate) fn check_tier_rate(bytes: u64) -> Result<NonZeroU64, TierRateError> {
+    let enough = NonZeroU64::new(bytes).filter(|bytes| bytes.get() >= Wire::RATE_MIN);
+    enough.ok_or(TierRateError::TooLow { bytes })
+}
+
+/// Why tiered disks cannot ship so fast.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TierRateError {
+    /// It is no size.
+    #[error(transparent)]
+    Size(#[from] SizeError),
+    /// A piece of a layer would take for ever.
+    #[error("tiered disks ship at least 64K a second, not {bytes}")]
+    TooLow {
+        /// What was asked for.
+        bytes: u64,
     },
 }
 
@@ -473,6 +514,17 @@ mod tests {
         for text in ["", "68", "777", "1600", "rw", "-1", "0o600"] {
             assert_eq!(parse_mode(text), Err(ModeError), "{text}");
         }
+    }
+
+    #[test]
+    fn a_rate_of_tiered_disks_is_a_size_of_some_bytes() {
+        for (text, bytes) in
+            [("64K", Ok(64 << 10)), ("40M/s", Ok(40 << 20)), ("65535", Err(65535)), ("0", Err(0))]
+        {
+            let expected = bytes.map_err(|bytes| TierRateError::TooLow { bytes });
+            assert_eq!(parse_tier_rate(text).map(NonZeroU64::get), expected, "{text}");
+        }
+        assert!(matches!(parse_tier_rate("fast"), Err(TierRateError::Size(_))));
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use vmstrata_disk::snapshot::{self, now_ns};
 use vmstrata_disk::{CreateOptions, Format, OpenOptions, Resources, create_on};
+use vmstrata_repo::Repository;
 use vmstrata_types::ClusterBits;
 
 use crate::attach::{attach, check_image, is_detached, point_at, seal};
@@ -23,7 +24,8 @@ pub(crate) struct Cut {
     pub(crate) time_ns: u64,
     pub(crate) size: u64,
 }
-/// Claims a disk for this host's copy of it. There is one when this returns.
+/// Claims a disk for this host's copy of it. There is one when this returns. The disk is published in what `watched` makes of its
+/// repository.
 ///
 /// # Errors
 /// As [`crate::Tiered::open`].
@@ -31,6 +33,7 @@ pub(crate) fn claim(
     place: &Place,
     open: &OpenOptions,
     resources: &Arc<Resources>,
+    watched: impl FnOnce(Arc<dyn Repository>) -> Arc<dyn Repository>,
 ) -> Result<(Copy, Publisher)> {
     let repository = place.open_repository()?;
     if repository.is_none() {
@@ -58,7 +61,7 @@ pub(crate) fn claim(
         }
     };
     let claim = if base.is_some() { Claim::Resume } else { Claim::First };
-    let mut publisher = Publisher::claim(repository, owner, claim)?;
+    let mut publisher = Publisher::claim(watched(repository), owner, claim)?;
     place.show(&publisher.head().epoch)?;
     if base.is_some() && place.remote()?.is_some() {
         let stands_on = stand::epochs_of(&**publisher.repository(), owner)?;
@@ -114,7 +117,7 @@ pub fn take_over(
 /// # Errors
 /// [`Error::NoState`]; as [`crate::Tiered::open`]; as [`take_over`]: then the disk has to be taken over.
 pub fn revert(place: &Place, name: &str, open: &OpenOptions, resources: &Arc<Resources>) -> Result<PathBuf> {
-    let (copy, mut publisher) = claim(place, open, resources)?;
+    let (copy, mut publisher) = claim(place, open, resources, |repository| repository)?;
     let newest = cuts(&place.disk(), &open_options(place, open))?.last().map(|cut| cut.number);
     let number = publisher.head().epoch.number.max(newest.unwrap_or(EpochNumber::NONE)).next();
     let state = find_state(&**publisher.repository(), name, now_ns())?;

@@ -6,10 +6,11 @@
 //!                 published epochs are merged: on this host, and as layers of the repository ◄─┘
 //! ```
 //!
-//! One thread does all of it, beside the data path. It cuts when the first write since the last cut is as old as the window, or when the guest
-//! has written so many bytes; never while an epoch waits to be published, so a repository that does not answer makes one
-//! epoch longer, not the chain. What it could not publish it tries again, in order, also after a restart: an epoch is a snapshot of the local
-//! disk whose name has its number, and the newest head says which numbers are published.
+//! One thread does all of it, beside the data path. It cuts so that a write is published before it is as old as the window, or when the guest
+//! has written so many bytes, or when a flush waits to be published; never while an epoch waits to be published, so a repository that does not answer
+//! makes one epoch longer, not the chain. A second thread watches the loss window, and slows the guest: [`Window`]. What the first could not publish
+//! it tries again, in order, also after a restart: an epoch is a snapshot of the local disk whose name has its number, and the newest head
+//! says which numbers are published.
 //!
 //! Local layers stand on the layers that were in the repository when this copy of the disk was made. Published ones are merged with
 //! each other, never into one that is still to be shipped, which would be shipped with their bytes.
@@ -17,15 +18,13 @@
 //! Invariants: epochs are published in the order in which they were cut, each once; a copy that was fenced takes no more writes
 //! and publishes nothing, and keeps its layers.
 
-use std::os::unix::fs::MetadataExt as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use vmstrata_disk::merge::{Merge, MergeOptions, Selection};
 use vmstrata_disk::snapshot::{SnapshotInfo, now_ns};
-use vmstrata_disk::stats::Kind;
-use vmstrata_disk::{Disk, OpenOptions, Resources, Taken};
+use vmstrata_disk::{Disk, Durability, OpenOptions, Pace, Resources, Taken, WhenDurable};
 use vmstrata_repo::Repository;
 use vmstrata_types::told;
 
@@ -33,14 +32,17 @@ use crate::attach::point_at;
 use crate::copies::{Cut, cuts, open_options};
 use crate::dense::ship_state;
 use crate::error::{Error, Result};
+use crate::flushes::Flushes;
 use crate::head::{Epoch, EpochNumber, Head, OBJECTS_MAX};
 use crate::merger::{Ground, Merger};
+use crate::meter::Meter;
 use crate::mount;
 use crate::pin::Pin;
 use crate::place::{Copy, Place};
 use crate::publisher::Publisher;
 use crate::stand;
-use crate::status::{TierOptions, TierState, TierStatus};
+use crate::status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
+use crate::window::{Begin, LOOK_EVERY, Moment, Watch, Window};
 
 /// How often the disk's path is made to lead to the newest layer, at most.
 const POINT_EVERY: Duration = Duration::from_secs(120);
@@ -50,12 +52,16 @@ const MERGE_AT: usize = 8;
 const SWEEP_EVERY: Duration = Duration::from_secs(60);
 /// How long to wait before what failed is tried again; twice as long each time, up to the second.
 const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
-/// The longest time between two looks at whether the guest has written.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// What the threads of a disk share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) orders: Mutex<Orders>,
     pub(crate) changed: Condvar,
+    /// Signalled when the watch has to look.
+    pub(crate) watched: Condvar,
+    pub(crate) window: Window,
+    meter: Arc<Meter>,
 }
 
 #[derive(Debug)]
@@ -69,6 +75,7 @@ pub(crate) struct Orders {
     pub(crate) failed: (u64, String),
     pub(crate) is_stopped: bool,
     pub(crate) has_ended: bool,
+    pub(crate) flushes: Flushes,
     pub(crate) status: TierStatus,
 }
 
@@ -84,7 +91,7 @@ pub(crate) struct AskedCut {
 }
 
 impl Shared {
-    pub(crate) fn new(place: &Place, head: &Head) -> Self {
+    fn new(place: &Place, head: &Head, window: Window, meter: Arc<Meter>) -> Self {
         let status = TierStatus {
             repository: place.repository.clone(),
             local: place.local.clone(),
@@ -93,9 +100,8 @@ impl Shared {
             epoch: head.epoch.number,
             epoch_time_ns: head.epoch.time_ns,
             layers: head.epoch.objects.len(),
-            unpublished_bytes: 0,
-            unpublished_since_ns: None,
             state: TierState::Publishing,
+            window: WindowStatus::default(),
             cache: None,
             silent_since: None,
             mount_warnings: mount::warnings(&place.repository),
@@ -107,49 +113,70 @@ impl Shared {
             failed: (0, String::new()),
             is_stopped: false,
             has_ended: false,
+            flushes: Flushes::default(),
             status,
         };
-        Self { orders: Mutex::new(orders), changed: Condvar::new() }
+        let [changed, watched] = [Condvar::new(), Condvar::new()];
+        Self { orders: Mutex::new(orders), changed, watched, window, meter }
+    }
+
+    pub(crate) fn status(&self) -> TierStatus {
+        // Before the orders: it looks at the wire.
+        let silent_since = self.window.silent_since(&self.meter);
+        let orders = self.orders.lock();
+        let mut status = orders.status.clone();
+        status.window = WindowStatus { flushes_wait: orders.flushes.len(), ..self.window.status() };
+        if let (TierState::Publishing, Some(since)) = (&status.state, silent_since) {
+            let why = format!("{}: it does not answer", status.repository.display());
+            status.state = TierState::Stalled { since_ns: since.ns, why };
+        }
+        status
+    }
+
+    /// Watches the loss window until the engine has ended.
+    pub(crate) fn watch(&self, disk: &Disk) {
+        let mut watch = Watch::new(disk);
+        loop {
+            let tick = Watch::tick(&self.window);
+            let mut orders = self.orders.lock();
+            if !orders.has_ended {
+                self.watched.wait_for(&mut orders, tick);
+            }
+            if orders.has_ended {
+                break;
+            }
+            drop(orders);
+            watch.look(&self.window, disk, &self.meter);
+            if self.window.is_cut_due(disk) {
+                self.changed.notify_all();
+            }
+        }
+        disk.pace(Pace::Free);
     }
 }
-/// A time: to be shown, and to be measured from, whatever becomes of the host's clock.
-#[derive(Clone, Copy, Debug)]
-struct Moment {
-    /// In nanoseconds since 1970.
-    ns: u64,
-    at: Instant,
-}
 
-impl Moment {
-    fn now() -> Self {
-        Self { ns: now_ns(), at: Instant::now() }
+impl Durability for Shared {
+    fn hold(&self, then: WhenDurable) -> Option<WhenDurable> {
+        if !self.window.holds_flushes() {
+            return Some(then);
+        }
+        let mut orders = self.orders.lock();
+        orders.flushes.wait(then);
+        self.changed.notify_all();
+        None
     }
-}
-
-/// Bytes that guests have written.
-fn written(disk: &Disk) -> u64 {
-    disk.stats().bytes_of(Kind::Write)
 }
 
 /// The thread that publishes a disk.
 pub(crate) struct Engine {
     shared: Arc<Shared>,
     place: Place,
-    options: TierOptions,
     open: OpenOptions,
     resources: Arc<Resources>,
     disk: Arc<Disk>,
     publisher: Publisher,
-    /// The disk's bytes, and what guests had written, when it was last cut.
-    size: u64,
-    written: u64,
     /// The epochs that are layers of the local disk, oldest first.
     cuts: Vec<Cut>,
-    /// When the oldest write that no epoch has came in, at the earliest.
-    dirty_since: Option<Moment>,
-    /// The same of epochs that are not published.
-    pending_since_ns: Option<u64>,
-    looked: Moment,
     merger: Merger,
     /// Keeps what this host's copy stands on.
     pin: Option<Pin>,
@@ -163,15 +190,27 @@ pub(crate) struct Engine {
     copy: Copy,
 }
 
+/// What a disk is published with.
+pub(crate) struct Held {
+    pub(crate) copy: Copy,
+    pub(crate) publisher: Publisher,
+    /// Of what the publisher moves.
+    pub(crate) meter: Arc<Meter>,
+    /// The same repository, for merges.
+    pub(crate) merges: Arc<dyn Repository>,
+}
+
 impl Drop for Engine {
     fn drop(&mut self) {
         let mut orders = self.shared.orders.lock();
         orders.has_ended = true;
         if std::thread::panicking() {
             let why = "a defect of vmstrata, which the log names: serve the disk again".to_owned();
+            orders.flushes.fail(&why);
             orders.status.state = TierState::Stalled { since_ns: now_ns(), why };
         }
         self.shared.changed.notify_all();
+        self.shared.watched.notify_all();
     }
 }
 
@@ -182,9 +221,9 @@ impl Engine {
         options: TierOptions,
         open: &OpenOptions,
         resources: &Arc<Resources>,
-        copy: Copy,
-        mut publisher: Publisher,
+        held: Held,
     ) -> Result<(Arc<Disk>, Self)> {
+        let Held { copy, mut publisher, meter, merges } = held;
         publisher.keep(options.epochs);
         let head = publisher.head();
         point_at(place, &head.epoch)?;
@@ -198,23 +237,28 @@ impl Engine {
             tracing::error!(%repository, "the pin is gone that keeps what this host's copy stands on: nothing is deleted");
         }
         let merger = Merger::new(Ground {
-            repository: publisher.repository().clone(),
+            repository: merges,
             directory: place.repository.clone(),
             open: open.clone(),
             resources: resources.clone(),
         });
-        let unknown_since = head.epoch.time_ns;
         let cuts = cuts(disk.path(), &open)?;
         let is_pending = cuts.iter().any(|cut| cut.number > head.epoch.number);
-        let pending_since_ns = is_pending.then_some(unknown_since);
-        let engine = Engine {
-            shared: Arc::new(Shared::new(place, head)),
-            written: written(&disk),
+        let unknown_since = |is_so: bool| is_so.then(|| Moment::at_ns(head.epoch.time_ns));
+        let begin = Begin {
             size: cuts.last().map_or(head.epoch.size, |cut| cut.size),
-            dirty_since: disk.has_written().then(|| Moment { ns: unknown_since, ..Moment::now() }),
+            dirty: unknown_since(disk.has_written()),
+            pending: unknown_since(is_pending),
+        };
+        let holds_flushes = options.durability != DurableAt::Host || options.on_outage == OnOutage::Stall;
+        let window = Window::new(options, publisher.repository().device(), &disk, begin);
+        let shared = Arc::new(Shared::new(place, head, window, meter));
+        if holds_flushes {
+            disk.hold_flushes(Some(shared.clone()));
+        }
+        let engine = Engine {
+            shared,
             cuts,
-            pending_since_ns,
-            looked: Moment::now(),
             merger,
             pin,
             swept: Instant::now(),
@@ -222,7 +266,6 @@ impl Engine {
             failures: 0,
             retry_at: None,
             place: place.clone(),
-            options,
             open,
             resources: resources.clone(),
             disk: disk.clone(),
@@ -243,7 +286,7 @@ impl Engine {
 
     pub(crate) fn run(mut self) {
         while let Some((asked, is_asked)) = self.wait() {
-            self.look();
+            self.shared.window.look(&self.disk);
             if !is_asked && !self.is_due() {
                 continue;
             }
@@ -262,59 +305,47 @@ impl Engine {
     fn wait(&self) -> Option<(u64, bool)> {
         let mut orders = self.shared.orders.lock();
         let is_asked = |orders: &Orders| orders.asked > orders.done.max(orders.failed.0);
-        if !is_asked(&orders) && !orders.is_stopped {
-            let until_look = (self.options.window / 10).min(LOOK_EVERY);
+        let is_idle = |orders: &Orders| {
+            let is_wanted = orders.flushes.len() > 0 && self.retry_at.is_none();
+            !is_asked(orders) && !is_wanted && !orders.is_stopped
+        };
+        if is_idle(&orders) {
+            let until_look = (self.shared.window.options().window / 10).min(LOOK_EVERY);
             self.shared.changed.wait_for(&mut orders, until_look);
         }
         (!orders.is_stopped).then(|| (orders.asked, is_asked(&orders)))
     }
 
-    /// Looks whether the guest has written.
-    fn look(&mut self) {
-        let before = std::mem::replace(&mut self.looked, Moment::now());
-        if self.dirty_since.is_none() && self.is_dirty() {
-            // Since the last look.
-            self.dirty_since = Some(before);
-        }
-        self.report();
-    }
-
-    fn is_dirty(&self) -> bool {
-        self.disk.has_written() || self.disk.size() != self.size
-    }
-
     fn is_due(&self) -> bool {
-        match self.retry_at {
-            Some(at) => Instant::now() >= at,
-            None => {
-                self.pending_since_ns.is_some()
-                    || self.is_cut_due()
-                    || self.merger.is_ready()
-                    || self.swept.elapsed() >= SWEEP_EVERY
-            }
-        }
+        let window = &self.shared.window;
+        let waits = self.shared.orders.lock().flushes.len() > 0;
+        let is_wanted = || {
+            waits
+                || window.is_pending()
+                || window.is_cut_due(&self.disk)
+                || self.merger.is_ready()
+                || self.swept.elapsed() >= SWEEP_EVERY
+        };
+        (waits || !window.is_held()) && self.retry_at.map_or_else(is_wanted, |at| Instant::now() >= at)
     }
 
-    fn is_cut_due(&self) -> bool {
-        self.dirty_since.is_some_and(|since| {
-            since.at.elapsed() >= self.options.window
-                || written(&self.disk) - self.written >= self.options.epoch_bytes
-        })
-    }
-
-    /// Publishes what waits, and cuts the disk if that is due, or `asked` for.
+    /// Publishes what waits, and cuts the disk if that is due, or `asked` for, or if flushes wait for that.
     fn pass(&mut self, asked: Option<u64>) -> Result<()> {
         if let Some(asked) = asked {
-            let pause = if self.is_dirty() { self.cut()? } else { Duration::ZERO };
+            let is_dirty = self.shared.window.is_dirty(&self.disk);
+            let pause = if is_dirty { self.cut()? } else { Duration::ZERO };
             self.shared.orders.lock().cut = AskedCut { asked, epoch: self.newest(), pause };
             self.shared.changed.notify_all();
         }
         self.publisher.settle()?;
         self.publish_all()?;
-        if self.is_cut_due() && self.is_dirty() {
+        let waits = self.shared.orders.lock().flushes.begin();
+        let window = &self.shared.window;
+        if (waits || window.is_cut_due(&self.disk)) && window.is_dirty(&self.disk) {
             self.cut()?;
             self.publish_all()?;
         }
+        self.shared.orders.lock().flushes.published();
         match self.bound() {
             Err(error) if !matches!(error, Error::Fenced { .. }) => {
                 let disk = self.place.path.display();
@@ -391,6 +422,7 @@ impl Engine {
     /// Notes what became of a pass. Returns whether there will be others.
     fn settle(&mut self, asked: Option<u64>, passed: Result<()>) -> bool {
         let disk = self.place.path.display();
+        self.shared.window.set_failing(passed.is_err());
         let Err(error) = passed else {
             let mut orders = self.shared.orders.lock();
             orders.done = asked.unwrap_or(orders.done);
@@ -409,6 +441,11 @@ impl Engine {
             self.disk.refuse_writes(&why);
         }
         let mut orders = self.shared.orders.lock();
+        if is_fenced {
+            orders.flushes.fail(&why);
+        } else {
+            orders.flushes.put_back();
+        }
         if orders.is_stopped {
             return false;
         }
@@ -434,7 +471,6 @@ impl Engine {
     fn publish_all(&mut self) -> Result<()> {
         let pending: Vec<Cut> = self.pending().cloned().collect();
         pending.iter().try_for_each(|cut| self.publish(cut))?;
-        self.pending_since_ns = None;
         self.report();
         Ok(())
     }
@@ -445,6 +481,21 @@ impl Engine {
     }
 
     fn publish(&mut self, cut: &Cut) -> Result<()> {
+        let shared = self.shared.clone();
+        shared.window.publish(&cut.layer, &shared.meter, || {
+            let is_stopped = || shared.orders.lock().is_stopped;
+            let wire = &shared.window.options().wire;
+            let turn = wire.turn(self.publisher.repository().device(), &shared.meter, is_stopped);
+            let closed =
+                || Error::NotPublished(format!("{}: it is being closed", self.place.local.display()));
+            let _turn = turn.ok_or_else(closed)?;
+            self.ship_and_publish(cut)
+        })?;
+        self.report();
+        Ok(())
+    }
+
+    fn ship_and_publish(&mut self, cut: &Cut) -> Result<()> {
         let mut objects = self.publisher.head().epoch.objects.clone();
         if objects.len() == OBJECTS_MAX {
             return Err(Error::TooManyLayers { repository: self.publisher.repository().describe() });
@@ -458,21 +509,19 @@ impl Engine {
         if let Err(error) = self.copy.change(|record| record.published = Some(number)) {
             tracing::warn!(disk = %self.place.path.display(), "published, and not noted: {}", told(&error));
         }
-        self.report();
         Ok(())
     }
 
     /// Cuts off what was written until now. Returns for how long writes were held.
     fn cut(&mut self) -> Result<Duration> {
         let number = self.newest().next();
-        let (written, size, time_ns) = (written(&self.disk), self.disk.size(), now_ns());
+        let (size, time_ns) = (self.disk.size(), now_ns());
         let (name, labels) = (number.snapshot_name(), Vec::new());
         let info = SnapshotInfo { name, taken_ns: time_ns, labels, group: None, origin: None };
-        let Taken { layer, pause, .. } = self.disk.snapshot(&info)?;
+        let taken = self.shared.window.cut(&self.disk, || self.disk.snapshot(&info))?;
+        let Taken { layer, pause, .. } = taken;
         self.cuts.push(Cut { number, layer, time_ns, size });
-        (self.written, self.size) = (written, size);
-        let since_ns = self.dirty_since.take().map_or(time_ns, |since| since.ns);
-        self.pending_since_ns.get_or_insert(since_ns);
+        self.report();
         Ok(pause)
     }
 
@@ -521,15 +570,12 @@ impl Engine {
 
     /// Shows what there is to say.
     fn report(&self) {
-        let active = self.dirty_since.map(|_| self.disk.path());
-        let files = self.pending().map(|cut| &*cut.layer).chain(active);
-        let bytes = files.map(|file| file.metadata().map_or(0, |about| about.blocks() * 512)).sum();
+        self.shared.window.set_pending(self.pending().map(|cut| cut.layer.clone()).collect());
+        self.shared.window.look(&self.disk);
         let head = self.publisher.head();
         let status = &mut self.shared.orders.lock().status;
         status.epoch = head.epoch.number;
         status.epoch_time_ns = head.epoch.time_ns;
         status.layers = head.epoch.objects.len();
-        status.unpublished_bytes = bytes;
-        status.unpublished_since_ns = self.pending_since_ns.or(self.dirty_since.map(|since| since.ns));
     }
 }

@@ -211,6 +211,14 @@ pub enum Error {
         /// The disk's path.
         path: PathBuf,
     },
+    /// Epochs that cannot be held on this host.
+    #[error("{}: its epochs cannot be held: {why}", repository.display())]
+    NotHeld {
+        /// The repository.
+        repository: PathBuf,
+        /// Why not.
+        why: &'static str,
+    },
     /// A disk whose engine has ended.
     #[error("{0}")]
     NotPublished(String),

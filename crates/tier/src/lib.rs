@@ -11,6 +11,11 @@
 //! | [`place`](Place), `mount` | where the parts of a tiered disk lie, and on what |
 //! | `attach`, [`detach`](Detach) | an ordinary image as the first layer, and the way back; the disk's path |
 //! | [`branch`](Branch) | copies that were put aside |
+//! | [`tiered`](Tiered) | when a disk is cut and published, and what is not |
+//! | [`window`](WindowStatus), `pacer`, `flushes` | how old the oldest write is that is not published, and what guests notice of it |
+//! | [`wire`](Wire), `meter`, `metered` | what the disks of a host share on the way to repositories, and what is seen of these |
+//! | [`place`](Place) | where the parts of a tiered disk lie |
+//! | `attach` | an ordinary image as the first layer, and the disk's path |
 //! | [`dense`](ship_state) | a state of a disk as a qcow2 file that holds no more than it must |
 //! | [`head`](Head) | what a head says, and its bytes |
 //! | [`publisher`](Publisher) | who publishes, and that nobody else does |
@@ -37,13 +42,17 @@ mod detach;
 mod digests;
 mod engine;
 mod error;
+mod flushes;
 mod head;
 mod lock;
 mod look;
 mod merge;
 mod merger;
+mod meter;
+mod metered;
 mod mount;
 mod object;
+mod pacer;
 mod pin;
 mod place;
 mod publisher;
@@ -54,6 +63,8 @@ mod stand;
 mod states;
 mod status;
 mod tiered;
+mod window;
+mod wire;
 
 pub use branch::Branch;
 pub use cache::{CACHE_BYTES_MIN, Cache, CacheUse};
@@ -74,5 +85,6 @@ pub use place::{Elsewhere, Place, repository_of};
 pub use publisher::{Claim, Publisher};
 pub use remote::{CachedLayer, OnMissing, Remote};
 pub use states::{find_state, forget, snapshots};
-pub use status::{TierOptions, TierState, TierStatus};
+pub use status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
 pub use tiered::{TakenState, Tiered};
+pub use wire::Wire;

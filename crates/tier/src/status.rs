@@ -1,21 +1,33 @@
-//! How a tiered disk is published, and what is told of it.
+//! How a tiered disk is published, and what there is to say of that.
 
+use std::num::NonZeroU64;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cache::CacheUse;
 use crate::head::{EpochNumber, Generation, OwnerId};
 use crate::look::KEEP;
+use crate::wire::Wire;
 
-/// When a disk is cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// When a disk is cut, and what guests notice of it.
+#[derive(Clone, Debug)]
 pub struct TierOptions {
-    /// How old a write is at most when it is cut off.
+    /// How old a write is at most when it is published, while the repository answers.
     pub window: Duration,
-    /// Bytes that the guest writes at most until then.
+    /// Bytes that the guest writes at most until the disk is cut.
     pub epoch_bytes: u64,
     /// For how long a published state can be opened after a newer one is there, at least [`KEEP`].
     pub epochs: Duration,
+    /// What becomes of the guest when the window cannot be kept.
+    pub on_outage: OnOutage,
+    /// Bytes on this host that are not published, at most, while the repository does not answer: writes wait then. `None` for as many as
+    /// the file system has left, so that some stays free however many disks there are.
+    pub outage_bytes: Option<NonZeroU64>,
+    /// When a flush completes.
+    pub durability: DurableAt,
+    /// What the disks of this host share.
+    pub wire: Arc<Wire>,
 }
 
 impl TierOptions {
@@ -23,12 +35,42 @@ impl TierOptions {
     pub const WINDOWS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(600)];
     /// The shortest and the longest time for which states are kept.
     pub const EPOCHS: [Duration; 2] = [KEEP, Duration::from_secs(24 * 3600)];
+    /// The longest time for which epochs are held on the host.
+    pub const HOLD_MAX: Duration = Duration::from_secs(3600);
 }
 
 impl Default for TierOptions {
     fn default() -> Self {
-        Self { window: Duration::from_secs(30), epoch_bytes: 1 << 30, epochs: KEEP }
+        Self {
+            window: Duration::from_secs(30),
+            epoch_bytes: 1 << 30,
+            epochs: KEEP,
+            on_outage: OnOutage::Continue,
+            outage_bytes: None,
+            durability: DurableAt::Host,
+            wire: Arc::default(),
+        }
     }
+}
+
+/// What becomes of a guest while its repository does not answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnOutage {
+    /// It goes on.
+    #[default]
+    Continue,
+    /// What it flushes waits once there is a write that is older than the window and not published.
+    Stall,
+}
+
+/// Where a write is durable once the flush after it has completed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DurableAt {
+    /// On this host, and in the repository within the window.
+    #[default]
+    Host,
+    /// In the repository.
+    Repository,
 }
 
 /// What the engine is doing.
@@ -67,10 +109,6 @@ pub struct TierStatus {
     pub epoch_time_ns: u64,
     /// Layers of that epoch.
     pub layers: usize,
-    /// Bytes on this host that are not published.
-    pub unpublished_bytes: u64,
-    /// When the oldest write came in that is not published, at the earliest.
-    pub unpublished_since_ns: Option<u64>,
     /// What the engine is doing.
     pub state: TierState,
     /// The directory of the cache of what is read from the repository, if there is one, and how full it is.
@@ -79,4 +117,31 @@ pub struct TierStatus {
     pub silent_since: Option<Instant>,
     /// What a user may want to change in how the repository's file system is mounted.
     pub mount_warnings: Vec<String>,
+    /// What is on this host alone, and what the guest notices of it.
+    pub window: WindowStatus,
+}
+
+/// What of a disk is not published, and what its guest notices of that.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WindowStatus {
+    /// How old a write is at most when it is published, while the repository answers.
+    pub window: Duration,
+    /// What becomes of the guest when that cannot be kept.
+    pub on_outage: OnOutage,
+    /// When a flush completes.
+    pub durability: DurableAt,
+    /// Bytes on this host that are not published.
+    pub unpublished_bytes: u64,
+    /// When the oldest write came in that is not published, at the earliest, in nanoseconds since 1970.
+    pub unpublished_since_ns: Option<u64>,
+    /// Until when epochs are held on this host, in nanoseconds since 1970.
+    pub held_until_ns: Option<u64>,
+    /// Bytes that guests wrote, a second of shipping, of the last epochs; `None` until that is known.
+    pub ships_bytes_a_second: Option<u64>,
+    /// To how many bytes a second the guest's writes are slowed.
+    pub slowed_to_bytes_a_second: Option<u64>,
+    /// Whether the guest's writes wait: there are as many bytes on this host as it may have.
+    pub writes_wait: bool,
+    /// Flushes that wait to be published.
+    pub flushes_wait: usize,
 }

@@ -11,13 +11,15 @@ use vmstrata_disk::{Disk, OpenOptions, Resources};
 use vmstrata_repo::Repository;
 
 use crate::copies::claim;
-use crate::engine::{Engine, Orders, Shared};
+use crate::engine::{Engine, Held, Orders, Shared};
 use crate::error::{Error, Result};
+use crate::meter::Meter;
+use crate::metered::Metered;
 use crate::pin::Pin;
 use crate::place::Place;
 use crate::remote::Remote;
 use crate::states::name_for;
-use crate::status::{TierOptions, TierState, TierStatus};
+use crate::status::{DurableAt, TierOptions, TierState, TierStatus};
 
 /// A tiered disk that is published from this host until this is dropped.
 #[derive(Debug)]
@@ -26,7 +28,7 @@ pub struct Tiered {
     repository: Arc<dyn Repository>,
     /// What reads the layers that are in the repository, if they are read through a cache.
     remote: Option<Arc<Remote>>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 /// A state of a tiered disk that was given a name.
@@ -49,18 +51,52 @@ impl Tiered {
         open: &OpenOptions,
         resources: &Arc<Resources>,
     ) -> Result<(Arc<Disk>, Self)> {
-        let (copy, publisher) = claim(place, open, resources)?;
-        let (disk, engine) = Engine::new(place, options, open, resources, copy, publisher)?;
+        let meter = Arc::new(Meter::new());
+        let mut unwatched = None;
+        let (copy, publisher) = claim(place, open, resources, |repository| {
+            // What merges move says nothing of the epoch that is shipped.
+            unwatched = Some(Metered::new(repository.clone(), options.wire.clone(), Arc::new(Meter::new())));
+            Arc::new(Metered::new(repository, options.wire.clone(), meter.clone()))
+        })?;
+        let merges = Arc::new(unwatched.expect("claimed"));
+        let held = Held { copy, publisher, meter, merges };
+        let (disk, engine) = Engine::new(place, options, open, resources, held)?;
         let (shared, repository, remote) = (engine.shared(), engine.repository(), place.remote()?);
-        let thread = std::thread::Builder::new().name("tier".into()).spawn(move || engine.run());
-        let thread = thread.map_err(Error::of_file(&place.path, "start the thread that publishes it"))?;
-        Ok((disk, Self { shared, repository, remote, thread: Mutex::new(Some(thread)) }))
+        let failed = || Error::of_file(&place.path, "start the threads that publish it");
+        let watched = (shared.clone(), disk.clone());
+        let watch = move || watched.0.watch(&watched.1);
+        let start = |name: &str| std::thread::Builder::new().name(name.to_owned());
+        let publishes = start("tier").spawn(move || engine.run()).map_err(failed())?;
+        let tiered = Self { shared, repository, remote, threads: Mutex::new(vec![publishes]) };
+        // The watch ends with the engine.
+        tiered.threads.lock().push(start("tier-watch").spawn(watch).map_err(failed())?);
+        Ok((disk, tiered))
     }
 
     /// What is published now, and what is not.
     pub fn status(&self) -> TierStatus {
-        let status = self.shared.orders.lock().status.clone();
-        self.with_reads(status)
+        self.with_reads(self.shared.status())
+    }
+
+    /// Holds epochs on this host for so long, or no longer. Whoever asks for a cut has it published all the same.
+    ///
+    /// # Errors
+    /// [`Error::NotHeld`]: a period of nothing or above [`TierOptions::HOLD_MAX`], a disk whose flushes wait to be published.
+    pub fn hold(&self, period: Option<Duration>) -> Result<TierStatus> {
+        let options = self.shared.window.options();
+        let why = match period {
+            Some(period) if period.is_zero() || period > TierOptions::HOLD_MAX => "it takes 1 s to 1 h",
+            Some(_) if options.durability == DurableAt::Repository => {
+                "its flushes wait to be published (durability=repository)"
+            }
+            _ => {
+                self.shared.window.hold(period);
+                self.shared.changed.notify_all();
+                self.shared.watched.notify_all();
+                return Ok(self.status());
+            }
+        };
+        Err(Error::NotHeld { repository: self.status().repository, why })
     }
 
     /// With what is known of reads from the repository.
@@ -77,14 +113,14 @@ impl Tiered {
     /// [`Error::NotPublished`], also at `deadline`: the engine tries on, unless it was fenced.
     pub fn sync(&self, deadline: Instant) -> Result<TierStatus> {
         let own = self.ask();
-        let synced = self.wait(deadline, |orders| match orders {
-            Orders { done, status, .. } if *done >= own => Some(Ok(status.clone())),
+        self.wait(deadline, |orders| match orders {
+            Orders { done, .. } if *done >= own => Some(Ok(())),
             Orders { failed: (failed, why), .. } if *failed >= own => {
                 Some(Err(Error::NotPublished(why.clone())))
             }
             _ => None,
-        });
-        synced.map(|status| self.with_reads(status))
+        })?;
+        Ok(self.status())
     }
 
     /// Gives the disk's state of now a name, under which its repository keeps it. Calls `is_cut` as soon as the state is cut off, and
@@ -150,21 +186,24 @@ impl Tiered {
     pub fn begin_stop(&self) {
         self.shared.orders.lock().is_stopped = true;
         self.shared.changed.notify_all();
+        self.shared.window.options().wire.wake();
     }
 
-    /// Ends the engine. Returns whether it has ended by `deadline`: a repository may hang.
+    /// Ends the engine, and fails the flushes that wait. Returns whether it has ended by `deadline`: a repository may hang.
     pub fn stop(&self, deadline: Instant) -> bool {
         self.begin_stop();
         let mut orders = self.shared.orders.lock();
+        orders.flushes.fail("it is being closed");
         while !orders.has_ended {
             if self.shared.changed.wait_until(&mut orders, deadline).timed_out() {
                 return false;
             }
         }
         drop(orders);
-        let thread = self.thread.lock().take();
-        if thread.is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("a thread that publishes a disk panicked");
+        for thread in self.threads.lock().drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread that publishes a disk panicked");
+            }
         }
         true
     }

@@ -109,8 +109,9 @@ pub enum DiskCommand {
     Add {
         /// path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
         /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]
-        /// [,tier=DIR[,window=SECONDS][,on-missing=wait|error[:SECONDS]]][,LIMITS], as for `serve --disk`
-        #[arg(value_name = "SPEC", value_parser = OsStringValueParser::new().try_map(parse_api_disk).map(Box::new))]
+        /// [,tier=DIR[,window=SECONDS][,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE]
+        /// [,durability=host|repository]][,LIMITS], as for `serve --disk`
+        #[arg(value_name = "SPEC", value_parser = OsStringValueParser::new().try_map(|text| parse_api_disk(text).map(Box::new)))]
         spec: Box<api::DiskSpec>,
         /// Which server.
         #[command(flatten)]
@@ -128,8 +129,8 @@ pub enum DiskCommand {
         name: String,
         /// All its limits: iops-total=N, iops-read, iops-write, bps-total=SIZE, bps-read, bps-write; bursts with KEY-max=N, for
         /// KEY-max-length=SECONDS; or none
-        #[arg(value_name = "LIMITS", value_parser = parse_limits)]
-        limits: api::DiskLimits,
+        #[arg(value_name = "LIMITS", value_parser = |text: &str| parse_limits(text).map(Box::new))]
+        limits: Box<api::DiskLimits>,
         /// Which server.
         #[command(flatten)]
         server: ControlArgs,

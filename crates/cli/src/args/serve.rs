@@ -1,6 +1,7 @@
 //! The command line of `vmstrata serve`.
 
 use std::net::SocketAddr;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
@@ -9,7 +10,9 @@ use clap::builder::{NonEmptyStringValueParser, OsStringValueParser, PossibleValu
 use vmstrata_api as api;
 use vmstrata_export::SocketAccess;
 use vmstrata_server::config::Settings;
-use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec, parse_metrics, parse_mode, parse_tier_cache};
+use vmstrata_server::spec::{
+    DiskSpec, NbdSpec, VhostUserSpec, parse_metrics, parse_mode, parse_tier_cache, parse_tier_rate,
+};
 use vmstrata_server::{ControlPlace, LogFormat, TlsFiles};
 use vmstrata_types::path_to_text;
 
@@ -26,12 +29,14 @@ pub struct ServeArgs {
     pub config: Option<PathBuf>,
     /// A disk: path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
     /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]
-    /// [,tier=DIR[,window=SECONDS][,on-missing=wait|error[:SECONDS]]][,LIMITS] (repeatable);
+    /// [,tier=DIR[,window=SECONDS][,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE]
+    /// [,durability=host|repository]][,LIMITS] (repeatable);
     /// keep=daily=7,,weekly=4 has the server delete other snapshots; backing= names all that its backing files may be, or lie
     /// in, instead of its own directory; detect-zeroes=unmap gives the space of clusters that are written with zeros back; subclusters=off
     /// has overlays of snapshots made without subclusters; tier=DIR keeps what guests write in DIR on this host and publishes it
-    /// beside FILE, on a NAS for example, when a write is 30 or SECONDS old, see `tier`; on-missing=error has reads that need the NAS fail when it has not answered for 30
-    /// or SECONDS, and not wait; LIMITS are
+    /// beside FILE, on a NAS for example, before a write is 30 or SECONDS old, see `tier`; on-missing=error has reads that need the NAS fail when it has
+    /// not answered for 30 or SECONDS, and not wait; on-outage=stall has flushes wait when the window cannot be kept,
+    /// outage-bytes= bounds what is kept in DIR meanwhile, and durability=repository has each flush wait until it is published; LIMITS are
     /// iops-total=1000, bps-read=64M and their like, as for `disk limit`
     #[arg(
         long = "disk",
@@ -134,6 +139,10 @@ pub struct ResourceArgs {
     /// what is free there]
     #[arg(long, value_name = "SIZE", value_parser = parse_tier_cache)]
     pub tier_cache: Option<u64>,
+    /// Bytes that all tiered disks (their key tier=DIR) together ship in a second, at least 64K; `tier rate` changes it [default: no
+    /// limit]
+    #[arg(long, value_name = "SIZE", value_parser = parse_tier_rate)]
+    pub tier_rate: Option<NonZeroU64>,
     /// Where volatile journals go: memory-backed, kept over a restart of the server
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]
@@ -207,6 +216,7 @@ impl ServeArgs {
             max_open_files: self.resources.max_open_files.map(|files| files as usize),
             workers: self.resources.workers.map(|workers| workers as usize),
             tier_cache_bytes: self.resources.tier_cache,
+            tier_rate: self.resources.tier_rate,
             runtime_dir: self.resources.runtime_dir.clone(),
             control,
             metrics: self.metrics,

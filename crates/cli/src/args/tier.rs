@@ -2,10 +2,14 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use vmstrata_api::TierRate;
+use vmstrata_server::spec::{TierRateError, parse_tier_rate};
 
 use super::{ControlArgs, JournalArgs};
+use crate::units::parse_time;
 
 /// `vmstrata tier`
 #[derive(Debug, Args)]
@@ -29,6 +33,17 @@ pub enum TierCommand {
         after_help = "Examples:\n  vmstrata tier sync web\n  vmstrata tier sync web && vmstrata disk remove web"
     )]
     Sync(TierDiskArgs),
+    /// Keep what a disk's guests write on this host for a while, and publish nothing, or publish it again
+    #[command(
+        after_help = "Examples:\n  vmstrata tier hold web --for 10m\n  vmstrata tier hold web --release\n\nFor work on the NAS, at most an hour. So much would be lost with this host: status shows it. `tier sync` publishes all the \
+same. The end of the server ends it, as does a budget that is used up (the disk's key outage-bytes)."
+    )]
+    Hold(TierHoldArgs),
+    /// Show how fast all tiered disks of a server together ship what they publish, or change it until the server ends
+    #[command(
+        after_help = "Examples:\n  vmstrata tier rate\n  vmstrata tier rate 40M\n  vmstrata tier rate none"
+    )]
+    Rate(TierRateArgs),
     /// Take a disk over whose host is off: what that host published is served by this one from then on
     #[command(
         after_help = "Examples:\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes\n\nMake sure that the other host is off, or at least that its guest is. If it is not, it can publish nothing more, refuses writes \
@@ -63,6 +78,8 @@ Examples:
   vmstrata serve --disk path=/mnt/nas/vms/web.qcow2,tier=/var/lib/vmstrata --vhost-user web=/run/web.sock
   vmstrata tier status web
   vmstrata tier sync web
+  vmstrata tier hold web --for 10m
+  vmstrata tier rate 40M
   vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes
   vmstrata tier branches /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata
   vmstrata tier detach /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes
@@ -137,6 +154,41 @@ pub struct DetachArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// `vmstrata tier hold`
+#[derive(Debug, Args)]
+pub struct TierHoldArgs {
+    /// Which disk.
+    #[command(flatten)]
+    pub disk: TierDiskArgs,
+    /// For how long from now, as in 10m
+    #[arg(long = "for", value_name = "TIME", value_parser = parse_time, required_unless_present = "release")]
+    pub period: Option<Duration>,
+    /// Publish again
+    #[arg(long, conflicts_with = "period")]
+    pub release: bool,
+}
+
+/// `vmstrata tier rate`
+#[derive(Debug, Args)]
+pub struct TierRateArgs {
+    /// Bytes a second, as in 40M, or none for any number
+    #[arg(value_name = "SIZE", value_parser = parse_rate)]
+    pub rate: Option<TierRate>,
+    /// Which server.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn parse_rate(text: &str) -> Result<TierRate, TierRateError> {
+    if text == "none" {
+        return Ok(TierRate::default());
+    }
+    Ok(TierRate { bytes_a_second: Some(parse_tier_rate(text)?.get()) })
 }
 
 /// `vmstrata tier takeover`

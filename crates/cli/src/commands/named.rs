@@ -44,7 +44,9 @@ pub fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs
             TierCommand::Takeover(_)
             | TierCommand::Pins(_)
             | TierCommand::Branches(_)
+            | TierCommand::Rate(_)
             | TierCommand::Detach(_) => return None,
+            TierCommand::Hold(args) => (vec![&mut args.disk.disk], args.disk.server.clone()),
         },
         Command::Index(args) => match &mut args.command {
             IndexCommand::Build(args) => (vec![&mut args.disk], args.server.clone()),

@@ -6,7 +6,9 @@ use std::slice;
 
 use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
-use vmstrata_api::{DiskDetail, TierCache, TierState, TierStatus, encode_segment};
+use vmstrata_api::{
+    DiskDetail, DurableAt, OnOutage, TierCache, TierHold, TierRate, TierState, TierStatus, encode_segment,
+};
 use vmstrata_disk::snapshot::now_ns;
 use vmstrata_disk::{OpenOptions, probe_layer};
 use vmstrata_repo::DirectoryRepository;
@@ -16,8 +18,12 @@ use vmstrata_types::path_to_text;
 use super::snapshot::live::Live;
 use super::snapshot::resources;
 use super::status::duration;
-use crate::args::{BranchesArgs, DetachArgs, JournalArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs};
+use crate::args::{
+    BranchesArgs, DetachArgs, JournalArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs, TierHoldArgs,
+    TierRateArgs,
+};
 use crate::audit;
+use crate::client::Client;
 use crate::output::{Progress, Table, answer, counted};
 use crate::units::short_size;
 
@@ -29,6 +35,8 @@ pub fn run(args: &TierArgs) -> Result<ExitCode> {
     match &args.command {
         TierCommand::Status(args) => status(args)?,
         TierCommand::Sync(args) => sync(args)?,
+        TierCommand::Hold(args) => hold(args)?,
+        TierCommand::Rate(args) => rate(args)?,
         TierCommand::Takeover(args) => take_over(args)?,
         TierCommand::Pins(args) => super::tiered::pins(args)?,
         TierCommand::Branches(args) => branches(args)?,
@@ -97,9 +105,34 @@ fn status(args: &TierDiskArgs) -> Result<()> {
     answer(args.json, &status, || format!("{}: {}\n{}", live.name(), line(&status), places(&status)))
 }
 
-fn sync(args: &TierDiskArgs) -> Result<()> {
+/// The server that serves a disk.
+fn served(args: &TierDiskArgs) -> Result<Live> {
     let live = Live::find(slice::from_ref(&args.disk), &args.server)?;
-    let live = live.with_context(|| format!("{}: no server serves it here", args.disk.display()))?;
+    live.with_context(|| format!("{}: no server serves it here", args.disk.display()))
+}
+
+fn hold(args: &TierHoldArgs) -> Result<()> {
+    let live = served(&args.disk)?;
+    let path = format!("/v1/disks/{}/tier/hold", encode_segment(live.name()));
+    let seconds = args.period.map_or(0, |period| period.as_secs());
+    let status: TierStatus = live.client().put(&path, &TierHold { seconds })?;
+    answer(args.disk.json, &status, || format!("{}: {}\n", live.name(), line(&status)))
+}
+
+fn rate(args: &TierRateArgs) -> Result<()> {
+    let client = Client::new(&args.server)?;
+    let rate: TierRate = match &args.rate {
+        Some(rate) => client.put("/v1/tier/rate", rate)?,
+        None => client.get("/v1/tier/rate")?,
+    };
+    answer(args.json, &rate, || match rate.bytes_a_second {
+        Some(bytes) => format!("tiered disks ship {} a second together\n", short_size(bytes)),
+        None => "tiered disks ship without limit\n".to_owned(),
+    })
+}
+
+fn sync(args: &TierDiskArgs) -> Result<()> {
+    let live = served(args)?;
     let path = format!("/v1/disks/{}/tier/sync", encode_segment(live.name()));
     let status: TierStatus = live.client().post(&path, &())?;
     answer(args.json, &status, || format!("{}: {}\n", live.name(), line(&status)))
@@ -251,6 +284,7 @@ pub fn line(status: &TierStatus) -> String {
         }
     };
     let why = status.error.as_deref().unwrap_or_default();
+    let rest = rest + &noticed(status);
     let state = match status.state {
         TierState::Publishing => String::new(),
         TierState::Stalled => {
@@ -272,12 +306,37 @@ pub fn cache_line(cache: &TierCache) -> String {
     format!("cache {directory}: {used} of {most}, {} fetched", counted(*fetched_chunks, "chunk"))
 }
 
+/// What the guest notices of it, and what somebody asked for.
+fn noticed(status: &TierStatus) -> String {
+    let held = status.held_seconds.map(|seconds| format!("HELD on this host for {} more", duration(seconds)));
+    let slowed = status.slowed_to_bytes_a_second;
+    let slowed = slowed.map(|bytes| format!("writes slowed to {} a second", short_size(bytes)));
+    let waits = status.writes_wait.then(|| "WRITES WAIT: the budget is used up".to_owned());
+    let flushes = (status.flushes_wait > 0).then(|| match status.durability {
+        DurableAt::Host => format!("{} WAIT", counted(status.flushes_wait, "flush")),
+        DurableAt::Repository => format!("{} under way", counted(status.flushes_wait, "flush")),
+    });
+    let all = [held, slowed, waits, flushes].into_iter().flatten();
+    all.map(|said| format!("; {said}")).collect()
+}
+
 fn places(status: &TierStatus) -> String {
     let layers = counted(status.epoch_layers, "layer");
     let warnings = status.mount_warnings.iter().map(|warning| format!("  {warning}\n")).collect::<String>();
     let cache = status.cache.iter().map(|cache| format!("  {}\n", cache_line(cache))).collect::<String>();
+    let window = duration(status.window_seconds);
+    let durable = match status.durability {
+        DurableAt::Host => {
+            format!("what was flushed is durable on this host at once, and in the repository within {window}")
+        }
+        DurableAt::Repository => "what was flushed is durable in the repository".to_owned(),
+    };
+    let outage = match status.on_outage {
+        OnOutage::Continue => "goes on",
+        OnOutage::Stall => "has its flushes wait after that time",
+    };
     format!(
-        "  repository {} ({layers})\n  this host's copy {}: {}, generation {}\n{cache}{warnings}  a write is durable on this host at once, and in the repository with the next epoch\n",
+        "  repository {} ({layers})\n  this host's copy {}: {}, generation {}\n{cache}{warnings}  {durable}; while that does not answer, the guest {outage}\n",
         status.repository, status.owner, status.local, status.generation
     )
 }

@@ -134,8 +134,8 @@ impl IoQueue {
             return self.leave_flush_to_workers(slots);
         }
         for slot in slots {
-            let completion = self.release(slot, Ok(()));
-            self.ready.push(completion);
+            let completion = self.done_here(slot, Ok(()));
+            self.ready.extend(completion);
         }
     }
 }

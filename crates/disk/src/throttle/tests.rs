@@ -25,7 +25,7 @@ fn passed(throttle: &Throttle, op: Op, len: u64, from: Instant, seconds: u64) ->
 }
 
 fn throttle(now: Instant, limits: Limits) -> Throttle {
-    Throttle::new(limits, now).unwrap()
+    Throttle::new(limits, Pace::Free, now).unwrap()
 }
 
 fn limit(rate: u64, max: Option<u64>, seconds: Option<u64>) -> Option<Limit> {
@@ -128,7 +128,7 @@ fn a_flush_never_waits_for_a_limit() {
 
 #[test]
 fn numbers_that_make_no_limit_are_refused() {
-    assert!(Throttle::new(Limits::default(), Instant::now()).is_none());
+    assert!(Throttle::new(Limits::default(), Pace::Free, Instant::now()).is_none());
     for (rate, max, seconds, error) in [
         (0, None, None, LimitError::Rate),
         (Limit::RATE_MAX + 1, None, None, LimitError::Rate),
@@ -143,4 +143,37 @@ fn numbers_that_make_no_limit_are_refused() {
     for parts in [(1, None, None), (10, Some(10), None), (10, Some(20), Some(Limit::SECONDS_MAX))] {
         assert_eq!(Limit::new(parts.0, parts.1, parts.2).unwrap().parts(), parts);
     }
+}
+
+#[test]
+fn a_pace_holds_writes_beside_the_limits_and_leaves_those_as_they_are() {
+    let now = Instant::now();
+    let limits = Limits { iops_total: limit(100, None, None), ..Limits::default() };
+    let throttle = Throttle::new(limits, Pace::BytesPerSecond(1 << 20), now).unwrap();
+    let count = passed(&throttle, WRITE, 65536, now, 10);
+    assert!((160..=162).contains(&count), "{count} pieces of 64 KiB");
+    let (now, second) = (now + Duration::from_secs(11), Duration::from_secs(1));
+    // Reads use the limit up.
+    while throttle.admit(&request(Op::Read, 512), now).is_ok() {}
+    throttle.set_pace(Pace::Stopped);
+    let until = throttle.admit(&request(Op::Discard, 4096), now).unwrap_err();
+    assert!(until - now > Duration::from_secs(3600));
+    assert_eq!(throttle.admit(&request(Op::Flush, 0), now), Ok(()));
+    throttle.set_pace(Pace::Free);
+    assert!(throttle.admit(&request(WRITE, 512), now).is_err());
+    assert_eq!(throttle.admit(&request(WRITE, 512), now + second), Ok(()));
+}
+
+#[test]
+fn a_faster_pace_shortens_the_wait_and_a_slower_one_does_not_stop() {
+    let now = Instant::now();
+    let waits = |throttle: &Throttle| {
+        throttle.admit(&request(WRITE, 1), now).map_or_else(|until| (until - now).as_secs_f64(), |()| 0.0)
+    };
+    let throttle = Throttle::new(Limits::default(), Pace::BytesPerSecond(1000), now).unwrap();
+    assert_eq!(throttle.admit(&request(WRITE, 10_000), now), Ok(()));
+    throttle.set_pace(Pace::BytesPerSecond(1));
+    assert!((9.8..10.0).contains(&waits(&throttle)), "{}", waits(&throttle));
+    throttle.set_pace(Pace::BytesPerSecond(1000));
+    assert!(waits(&throttle) <= 0.0);
 }

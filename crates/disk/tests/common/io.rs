@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use vmstrata_disk::{Completion, Disk, Error, IoQueue, Op, Request};
 use vmstrata_store::{AlignedBuf, Segment, SegmentVec};
@@ -96,6 +97,21 @@ impl Client {
             self.queue.wait(&[], None);
             self.queue.reap(&mut ended);
         }
+        self.with_bytes(ended)
+    }
+
+    /// Runs the queue until something is so; returns what has ended meanwhile.
+    pub fn run_until(&mut self, is_so: impl Fn() -> bool) -> Vec<Done> {
+        let mut ended: Vec<Completion> = Vec::new();
+        self.queue.submit();
+        while !is_so() {
+            self.queue.wait(&[], Some(Duration::from_millis(1)));
+            self.queue.reap(&mut ended);
+        }
+        self.with_bytes(ended)
+    }
+
+    fn with_bytes(&mut self, ended: Vec<Completion>) -> Vec<Done> {
         let with_bytes = |Completion { token, result }| {
             let bytes = self.buffers.remove(&token).expect("every request ends once");
             Done { token, result, bytes }

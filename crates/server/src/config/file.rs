@@ -16,6 +16,7 @@ use crate::options::{ControlPlace, LogFormat, TlsFiles};
 use crate::size::parse_size;
 use crate::spec::{
     DiskSpec, NbdSpec, SpecError, VhostUserSpec, parse_account, parse_metrics, parse_mode, parse_tier_cache,
+    parse_tier_rate,
 };
 
 /// What is wrong, and the byte at which.
@@ -39,6 +40,7 @@ struct File {
     max_open_files: Option<Spanned<u32>>,
     workers: Option<Spanned<u32>>,
     tier_cache: Option<Spanned<Text>>,
+    tier_rate: Option<Spanned<Text>>,
     runtime_dir: Option<FilePath>,
     control: Option<Spanned<FilePath>>,
     no_control: bool,
@@ -140,6 +142,7 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
         })?,
         workers: one(file.workers, |workers| in_range("workers", workers, 1..1025, "1 to 1024"))?,
         tier_cache_bytes: one(file.tier_cache, |size| Ok(parse_tier_cache(&size.into_string())?))?,
+        tier_rate: one(file.tier_rate, |rate| Ok(parse_tier_rate(&rate.into_string())?))?,
         runtime_dir: file.runtime_dir.map(here),
         control,
         audit: file.audit.map(here),

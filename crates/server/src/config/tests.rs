@@ -1,8 +1,8 @@
-use std::num::NonZeroU16;
+use std::num::{NonZeroU16, NonZeroU64};
 
 use vmstrata_disk::{DetectZeroes, Format};
 use vmstrata_store::CacheMode;
-use vmstrata_tier::OnMissing;
+use vmstrata_tier::{DurableAt, OnMissing, OnOutage};
 
 use super::*;
 
@@ -39,6 +39,7 @@ fn every_key_is_read() {
         max-open-files = 100
         workers = 3
         tier-cache = "20G"
+        tier-rate = "40M"
         keep-going = true
         runtime-dir = "/run/vms"
         control = "/run/vms/c.sock"
@@ -63,12 +64,6 @@ fn every_key_is_read() {
         iops-total = { rate = 1000 }
         bps-write = { rate = 20_971_520, max = 104_857_600, max-length = 60 }
 
-        [[disk]]
-        path = "/nas/mail.qcow2"
-        tier = "tier"
-        window = 10
-        on-missing = "error:20"
-
         [[vhost-user]]
         disk = "web"
         socket = "/run/web.sock"
@@ -83,7 +78,7 @@ fn every_key_is_read() {
         "#,
     )
     .unwrap();
-    let [web, db, mail] = &settings.disks[..] else { panic!("{settings:?}") };
+    let [web, db] = &settings.disks[..] else { panic!("{settings:?}") };
     assert_eq!((web.name.as_str(), web.path.as_path()), ("web", Path::new("web.qcow2")));
     assert_eq!(web.keep.as_ref().map(ToString::to_string).as_deref(), Some("daily=7,weekly=4"));
     assert_eq!((db.name.as_str(), db.path.as_path(), db.read_only), ("db", Path::new("/abs/db.img"), true));
@@ -94,10 +89,6 @@ fn every_key_is_read() {
     assert_eq!(shown(db), limits);
     assert_eq!((web.detect_zeroes, db.detect_zeroes), (DetectZeroes::Off, DetectZeroes::Unmap));
     assert_eq!((web.subclusters, db.subclusters), (true, false));
-    let tier = mail.tier.as_ref().unwrap();
-    assert!(tier.dir.is_absolute() && tier.dir.ends_with("tier"));
-    assert_eq!(tier.window, Some(Duration::from_secs(10)));
-    assert_eq!(tier.on_missing, OnMissing::Error(Duration::from_secs(20)));
     let socket = &settings.vhost_user[0];
     assert_eq!((socket.queues, socket.poll_us, socket.share), (NonZeroU16::new(4), Some(50), true));
     let access = |owner: &str, group: &str, mode| SocketAccess {
@@ -122,7 +113,30 @@ fn every_key_is_read() {
     assert!(options.keep_going);
     assert_eq!(options.limits.metadata_cache_bytes, 256 << 20);
     assert_eq!((options.limits.max_open_files, options.limits.workers), (Some(100), Some(3)));
+    assert_eq!(options.limits.tier_cache_bytes, Some(20 << 30));
+    assert_eq!(options.limits.tier_rate, NonZeroU64::new(40 << 20));
     assert_eq!(options.allow_backing, [Path::new("/srv/golden")]);
+}
+
+#[test]
+fn every_key_of_a_tiered_disk_is_read() {
+    let text = r#"
+        [[disk]]
+        path = "/nas/mail.qcow2"
+        tier = "tier"
+        window = 10
+        on-missing = "error:20"
+        on-outage = "stall"
+        outage-bytes = 1073741824
+        durability = "repository"
+    "#;
+    let settings = parse(text).unwrap();
+    let tier = settings.disks[0].tier.as_ref().unwrap();
+    assert!(tier.dir.is_absolute() && tier.dir.ends_with("tier"));
+    assert_eq!(tier.window, Some(Duration::from_secs(10)));
+    assert_eq!(tier.on_missing, OnMissing::Error(Duration::from_secs(20)));
+    assert_eq!((tier.on_outage, tier.outage_bytes), (OnOutage::Stall, NonZeroU64::new(1 << 30)));
+    assert_eq!(tier.durability, DurableAt::Repository);
 }
 
 #[test]

@@ -117,7 +117,7 @@ fn classify_tier(error: &vmstrata_tier::Error) -> (u16, &'static str) {
         Error::Fenced { .. } => (409, "fenced"),
         Error::NotPublished(_) => (503, "not-published"),
         Error::Held { .. } => (409, "file-in-use"),
-        Error::NotAttachable { .. } | Error::Foreign { .. } => (422, "invalid"),
+        Error::NotAttachable { .. } | Error::Foreign { .. } | Error::NotHeld { .. } => (422, "invalid"),
         _ => (500, "tier"),
     }
 }

@@ -46,6 +46,8 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(disks::resize))
         .routes(routes!(disks::limit))
         .routes(routes!(disks::sync_tier))
+        .routes(routes!(disks::hold_tier))
+        .routes(routes!(disks::tier_rate, disks::set_tier_rate))
         .routes(routes!(exports::list, exports::add))
         .routes(routes!(exports::show, exports::remove))
         .routes(routes!(snapshots::take))

@@ -1,18 +1,19 @@
 //! Tiered disks of the host: opened with what publishes them, and closed after it has ended.
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmstrata_api as api;
 use vmstrata_disk::snapshot::now_ns;
 use vmstrata_disk::{Disk, OpenOptions};
-use vmstrata_tier::{Place, TierState, TierStatus, Tiered};
+use vmstrata_tier::{DurableAt, Place, TierState, TierStatus, Tiered};
 use vmstrata_types::path_to_text;
 
 use super::Host;
 use super::caches::cache_status;
 use crate::error::Error;
-use crate::spec::{DiskSpec, TierSpec};
+use crate::spec::{DiskSpec, SpecError, TierSpec, check_tier_rate, shown_durability, shown_on_outage};
 
 /// How long a request to publish may take. What it began goes on.
 pub(super) const SYNC_PATIENCE: Duration = Duration::from_secs(600);
@@ -41,12 +42,16 @@ impl Host {
         let place = Place::of(&spec.path, &tier.dir)?;
         self.refuse_served(spec, &place.disk())?;
         let place = place.read_through(self.caches.of(&tier.dir, tier.on_missing)?);
-        let (disk, tiered) = Tiered::open(&place, tier.options(), options, &self.resources)?;
+        let (disk, tiered) = Tiered::open(&place, tier.options(&self.wire), options, &self.resources)?;
         let head = tiered.status();
+        let durable = match head.window.durability {
+            DurableAt::Host => "here at once, and in the repository within",
+            DurableAt::Repository => "in the repository; what was not flushed is there within",
+        };
         tracing::info!(
             disk = spec.name, repository = %head.repository.display(), epoch = %head.epoch,
-            "published by this host: a write is durable here at once, and in the repository within {} s while that answers",
-            tier.options().window.as_secs()
+            "published by this host: what was flushed is durable {durable} {} s while that answers",
+            head.window.window.as_secs()
         );
         for warning in &head.mount_warnings {
             tracing::warn!(disk = spec.name, "{warning}");
@@ -71,6 +76,30 @@ impl Host {
     pub fn sync_tier(&self, name: &str) -> Result<api::TierStatus, Error> {
         // The disk is not lent: who removes it need not wait for a repository that does not answer.
         Ok(tier_status(&self.tier(name)?.sync(Instant::now() + SYNC_PATIENCE)?))
+    }
+
+    /// Holds the epochs of a tiered disk on this host for so long, or no longer.
+    ///
+    /// # Errors
+    /// No such disk, one that is not served or not tiered; a period that is too long; one whose flushes wait to be published.
+    pub fn hold_tier(&self, name: &str, asked: api::TierHold) -> Result<api::TierStatus, Error> {
+        let period = Some(Duration::from_secs(asked.seconds)).filter(|period| !period.is_zero());
+        Ok(tier_status(&self.tier(name)?.hold(period)?))
+    }
+
+    /// How fast all tiered disks together ship.
+    pub fn tier_rate(&self) -> api::TierRate {
+        api::TierRate { bytes_a_second: self.wire.rate().map(NonZeroU64::get) }
+    }
+
+    /// Changes that until the server ends.
+    ///
+    /// # Errors
+    /// Too few bytes a second.
+    pub fn set_tier_rate(&self, asked: api::TierRate) -> Result<api::TierRate, Error> {
+        let rate = asked.bytes_a_second.map(check_tier_rate).transpose().map_err(SpecError::from)?;
+        self.wire.set_rate(rate);
+        Ok(self.tier_rate())
     }
 
     /// Publishes the rest of a disk without users, then stops publishing it.
@@ -110,6 +139,7 @@ impl Host {
 pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
     let now = now_ns();
     let age = |ns: u64| now.saturating_sub(ns) / 1_000_000_000;
+    let window = &status.window;
     let (state, error, stalled_seconds) = match &status.state {
         TierState::Publishing => (api::TierState::Publishing, None, None),
         TierState::Stalled { since_ns, why } => {
@@ -128,10 +158,18 @@ pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
         epoch: status.epoch.get(),
         epoch_age_seconds: age(status.epoch_time_ns),
         epoch_layers: status.layers as u64,
-        unpublished_bytes: status.unpublished_bytes,
-        unpublished_seconds: status.unpublished_since_ns.map(age),
         reads_wait_seconds: status.silent_since.map(|since| since.elapsed().as_secs()),
         mount_warnings: status.mount_warnings.clone(),
         cache: status.cache.as_ref().map(|(dir, used)| cache_status(dir, *used)),
+        unpublished_bytes: window.unpublished_bytes,
+        unpublished_seconds: window.unpublished_since_ns.map(age),
+        window_seconds: window.window.as_secs(),
+        on_outage: shown_on_outage(window.on_outage),
+        durability: shown_durability(window.durability),
+        held_seconds: window.held_until_ns.map(|until| until.saturating_sub(now).div_ceil(1_000_000_000)),
+        ships_bytes_a_second: window.ships_bytes_a_second,
+        slowed_to_bytes_a_second: window.slowed_to_bytes_a_second,
+        writes_wait: window.writes_wait,
+        flushes_wait: window.flushes_wait as u64,
     }
 }

@@ -1,14 +1,16 @@
 //! A disk to open, and which of its states.
 
 use std::io;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf, absolute};
+use std::sync::Arc;
 use std::time::Duration;
 
 use vmstrata_api as api;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
 use vmstrata_disk::{DetectZeroes, Format, Limits};
 use vmstrata_store::CacheMode;
-use vmstrata_tier::{OnMissing, TierOptions};
+use vmstrata_tier::{DurableAt, OnMissing, OnOutage, TierOptions, Wire};
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::{SpecError, check_name, check_path, limits_of, shown_limits, stem};
@@ -51,21 +53,35 @@ pub struct DiskSpec {
 pub struct TierSpec {
     /// The directory on this host that has its copies of disks.
     pub dir: PathBuf,
-    /// How old a write becomes before it is cut off; `None` leaves it to the engine.
+    /// How old a write is at most when it is published; `None` leaves it to the engine.
     pub window: Option<Duration>,
     /// What becomes of reads while the repository does not answer.
     pub on_missing: OnMissing,
+    /// What becomes of guests while the repository does not answer.
+    pub on_outage: OnOutage,
+    /// Bytes on this host that are not published, at most, meanwhile; `None` leaves it to the engine.
+    pub outage_bytes: Option<NonZeroU64>,
+    /// Where what guests have flushed is durable.
+    pub durability: DurableAt,
 }
 
 /// After how many seconds a read fails, unless it is said.
 const MISSING_SECONDS: u64 = 30;
 /// The most that can be said.
 const MISSING_SECONDS_MAX: u64 = 3600;
+/// The smallest budget.
+const OUTAGE_BYTES_MIN: u64 = 1 << 20;
 
 impl TierSpec {
     fn of(asked: &api::DiskSpec) -> Result<Option<Self>, SpecError> {
         let Some(dir) = &asked.tier else {
-            let keys = [("window", asked.window.is_some()), ("on-missing", asked.on_missing.is_some())];
+            let keys = [
+                ("window", asked.window.is_some()),
+                ("on-missing", asked.on_missing.is_some()),
+                ("on-outage", asked.on_outage != api::OnOutage::default()),
+                ("outage-bytes", asked.outage_bytes.is_some()),
+                ("durability", asked.durability != api::DurableAt::default()),
+            ];
             let odd = keys.into_iter().find(|(_, is_asked)| *is_asked);
             return odd.map_or(Ok(None), |(key, _)| Err(SpecError::WithoutTier { key }));
         };
@@ -85,13 +101,36 @@ impl TierSpec {
             return Err(SpecError::Window { seconds: window.as_secs() });
         }
         let on_missing = asked.on_missing.as_deref().map_or(Ok(OnMissing::Wait), parse_on_missing)?;
-        Ok(Some(Self { dir: path_from_text(dir), window, on_missing }))
+        if let Some(bytes) = asked.outage_bytes.filter(|bytes| *bytes < OUTAGE_BYTES_MIN) {
+            return Err(SpecError::OutageBytes { bytes });
+        }
+        Ok(Some(Self {
+            dir: path_from_text(dir),
+            window,
+            on_missing,
+            on_outage: match asked.on_outage {
+                api::OnOutage::Continue => OnOutage::Continue,
+                api::OnOutage::Stall => OnOutage::Stall,
+            },
+            outage_bytes: asked.outage_bytes.and_then(NonZeroU64::new),
+            durability: match asked.durability {
+                api::DurableAt::Host => DurableAt::Host,
+                api::DurableAt::Repository => DurableAt::Repository,
+            },
+        }))
     }
 
-    /// In the engine's words.
-    pub(crate) fn options(&self) -> TierOptions {
+    /// In the engine's words, for disks that share `wire`.
+    pub(crate) fn options(&self, wire: &Arc<Wire>) -> TierOptions {
         let default = TierOptions::default();
-        TierOptions { window: self.window.unwrap_or(default.window), ..default }
+        TierOptions {
+            window: self.window.unwrap_or(default.window),
+            on_outage: self.on_outage,
+            outage_bytes: self.outage_bytes,
+            durability: self.durability,
+            wire: Arc::clone(wire),
+            ..default
+        }
     }
 }
 
@@ -251,7 +290,26 @@ impl From<&DiskSpec> for api::DiskSpec {
                 OnMissing::Wait => None,
                 OnMissing::Error(time) => Some(format!("error:{}", time.as_secs())),
             }),
+            on_outage: spec.tier.as_ref().map(|tier| shown_on_outage(tier.on_outage)).unwrap_or_default(),
+            outage_bytes: spec.tier.as_ref().and_then(|tier| tier.outage_bytes).map(NonZeroU64::get),
+            durability: spec.tier.as_ref().map(|tier| shown_durability(tier.durability)).unwrap_or_default(),
         }
+    }
+}
+
+/// As the API says it.
+pub(crate) fn shown_on_outage(on_outage: OnOutage) -> api::OnOutage {
+    match on_outage {
+        OnOutage::Continue => api::OnOutage::Continue,
+        OnOutage::Stall => api::OnOutage::Stall,
+    }
+}
+
+/// As the API says it.
+pub(crate) fn shown_durability(durability: DurableAt) -> api::DurableAt {
+    match durability {
+        DurableAt::Host => api::DurableAt::Host,
+        DurableAt::Repository => api::DurableAt::Repository,
     }
 }
 
@@ -357,6 +415,12 @@ mod tests {
             api::DiskSpec { at: text("mon"), clone: text("/ci/42.qcow2"), name: text("ci"), ..rules },
             tiered("/var/lib/vmstrata", Some(5)),
             api::DiskSpec { on_missing: text("error:7"), ..tiered("/var/lib/vmstrata", None) },
+            api::DiskSpec {
+                on_outage: api::OnOutage::Stall,
+                outage_bytes: Some(1 << 30),
+                durability: api::DurableAt::Repository,
+                ..tiered("/var/lib/vmstrata", None)
+            },
         ] {
             let spec = DiskSpec::try_from(asked).unwrap();
             assert_eq!(DiskSpec::try_from(api::DiskSpec::from(&spec)).unwrap(), spec);
@@ -380,7 +444,6 @@ mod tests {
         let refused = |asked| DiskSpec::try_from(asked).unwrap_err();
         let plain = tiered("/tier", Some(5));
         let key = |key| SpecError::WithoutTier { key };
-        assert_eq!(refused(api::DiskSpec { tier: None, ..plain.clone() }), key("window"));
         let on_missing = |text: &str| api::DiskSpec { on_missing: Some(text.to_owned()), ..plain.clone() };
         assert_eq!(
             refused(api::DiskSpec { tier: None, window: None, ..on_missing("wait") }),
@@ -398,6 +461,19 @@ mod tests {
             let taken = DiskSpec::try_from(on_missing(text)).map(|spec| spec.tier.unwrap().on_missing);
             assert_eq!(taken, on_missing_is.ok_or(SpecError::OnMissing { text: text.to_owned() }));
         }
+        let without = |asked| match refused(api::DiskSpec { tier: None, window: None, ..asked }) {
+            SpecError::WithoutTier { key } => key,
+            other => panic!("{other}"),
+        };
+        let stalls = api::DiskSpec { on_outage: api::OnOutage::Stall, ..plain.clone() };
+        let budget = |bytes| api::DiskSpec { outage_bytes: Some(bytes), ..plain.clone() };
+        let far = api::DiskSpec { durability: api::DurableAt::Repository, ..plain.clone() };
+        let keys = [stalls, budget(1 << 20), far].map(without);
+        assert_eq!(keys, ["on-outage", "outage-bytes", "durability"]);
+        let bytes = (1 << 20) - 1;
+        assert_eq!(refused(budget(bytes)), SpecError::OutageBytes { bytes });
+        let window = api::DiskSpec { tier: None, ..plain.clone() };
+        assert_eq!(refused(window), SpecError::WithoutTier { key: "window" });
         let (read_only, keep) = (true, Some("daily=7".to_owned()));
         let key = |key| SpecError::NotTiered { key };
         assert_eq!(refused(api::DiskSpec { read_only, ..plain.clone() }), key("read-only"));

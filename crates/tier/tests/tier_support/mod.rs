@@ -54,9 +54,12 @@ pub fn host(path: &Path, tier: &Path) -> Result<(Arc<Disk>, Tiered), Error> {
 }
 
 pub fn host_with(path: &Path, tier: &Path, window: Duration) -> Result<(Arc<Disk>, Tiered), Error> {
+    host_as(path, tier, TierOptions { window, ..TierOptions::default() })
+}
+
+pub fn host_as(path: &Path, tier: &Path, options: TierOptions) -> Result<(Arc<Disk>, Tiered), Error> {
     let place = Place::of(path, tier)?;
     let resources = Resources::new(ResourceOptions::default());
-    let options = TierOptions { window, ..TierOptions::default() };
     Tiered::open(&place, options, &OpenOptions::default(), &resources)
 }
 

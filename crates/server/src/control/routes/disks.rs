@@ -6,7 +6,10 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::{Extension, Json};
-use vmstrata_api::{ChangedBy, DiskDetail, DiskLimits, DiskList, DiskSpec, SizeChange, SizeSpec, TierStatus};
+use vmstrata_api::{
+    ChangedBy, DiskDetail, DiskLimits, DiskList, DiskSpec, SizeChange, SizeSpec, TierHold, TierRate,
+    TierStatus,
+};
 use vmstrata_types::path_to_text;
 
 use super::{Removal, Segment, apart, changing};
@@ -106,6 +109,44 @@ pub(in crate::control) async fn sync_tier(
 ) -> Result<Json<TierStatus>, Failure> {
     let what = What::of("tier_sync", [name.clone()]);
     changing(host, by, what, move |host, _| host.sync_tier(&name)).await.map(Json)
+}
+
+/// Hold what a tiered disk's guests write on this host, and publish nothing meanwhile; a restart of the server ends that
+#[utoipa::path(
+    put, path = "/v1/disks/{name}/tier/hold", tag = "disks", operation_id = "hold_tier",
+    params(("name" = String, Path, description = "The disk")),
+    request_body = TierHold,
+    responses((status = OK, description = "It is held, or is not any more", body = TierStatus))
+)]
+pub(in crate::control) async fn hold_tier(
+    State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
+    Segment(name): Segment,
+    Body(asked): Body<TierHold>,
+) -> Result<Json<TierStatus>, Failure> {
+    let what = What::of("tier_hold", [name.clone()]).object(format!("{} s", asked.seconds));
+    changing(host, by, what, move |host, _| host.hold_tier(&name, asked)).await.map(Json)
+}
+
+/// How fast all tiered disks together ship what they publish
+#[utoipa::path(get, path = "/v1/tier/rate", tag = "disks", operation_id = "show_tier_rate", responses((status = OK, description = "The rate", body = TierRate)))]
+pub(in crate::control) async fn tier_rate(State(host): State<Arc<Host>>) -> Result<Json<TierRate>, Failure> {
+    apart(host, |host| Ok(host.tier_rate())).await.map(Json)
+}
+
+/// Have all tiered disks together ship so fast, from now on and until the server ends
+#[utoipa::path(
+    put, path = "/v1/tier/rate", tag = "disks", operation_id = "set_tier_rate",
+    request_body = TierRate,
+    responses((status = OK, description = "They do", body = TierRate))
+)]
+pub(in crate::control) async fn set_tier_rate(
+    State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
+    Body(asked): Body<TierRate>,
+) -> Result<Json<TierRate>, Failure> {
+    let what = What { bytes: asked.bytes_a_second, ..What::of("tier_rate", []) };
+    changing(host, by, what, move |host, _| host.set_tier_rate(asked)).await.map(Json)
 }
 
 /// Close a disk: its exports are drained, its image is left clean, its files are unlocked

@@ -177,7 +177,7 @@ impl Numbers {
 /// What of tiered disks is published.
 fn tiers(disks: &[DiskStatus], encoder: &mut DescriptorEncoder) -> fmt::Result {
     type Value = fn(&TierStatus) -> u64;
-    let numbers: [(&str, &str, Value); 6] = [
+    let numbers: [(&str, &str, Value); 10] = [
         ("tier_epoch", "The newest epoch that is published", |tier| tier.epoch),
         ("tier_unpublished_bytes", "Bytes on this host that the repository lacks", |tier| {
             tier.unpublished_bytes
@@ -194,6 +194,18 @@ fn tiers(disks: &[DiskStatus], encoder: &mut DescriptorEncoder) -> fmt::Result {
         ("tier_reads_wait_seconds", "For how long the repository has not answered reads", |tier| {
             tier.reads_wait_seconds.unwrap_or_default()
         }),
+        ("tier_held", "1 while its epochs are held on this host", |tier| {
+            u64::from(tier.held_seconds.is_some())
+        }),
+        (
+            "tier_slowed_to_bytes_per_second",
+            "To what the guest's writes are slowed; 0 if they are not",
+            |tier| tier.slowed_to_bytes_a_second.unwrap_or_default(),
+        ),
+        ("tier_writes_wait", "1 while the guest's writes wait until something is published", |tier| {
+            u64::from(tier.writes_wait)
+        }),
+        ("tier_flushes_wait", "Flushes of the guest that wait to be published", |tier| tier.flushes_wait),
     ];
     for (name, help, value) in numbers {
         let tiered = disks.iter().filter_map(|disk| Some((disk.name.as_str(), disk.tier.as_ref()?)));
@@ -276,6 +288,14 @@ mod tests {
             reads_wait_seconds: Some(5),
             mount_warnings: Vec::new(),
             cache: None,
+            window_seconds: 30,
+            on_outage: vmstrata_api::OnOutage::Continue,
+            durability: vmstrata_api::DurableAt::Host,
+            held_seconds: None,
+            ships_bytes_a_second: None,
+            slowed_to_bytes_a_second: Some(65536),
+            writes_wait: false,
+            flushes_wait: 2,
         };
         let disk = DiskStatus {
             added: false,
@@ -338,6 +358,10 @@ mod tests {
             r#"vmstrata_tier_reads_wait_seconds{disk="we\"b\\"} 5"#,
             r#"vmstrata_tier_cache_bytes{directory="/tier/cache"} 512"#,
             r#"vmstrata_tier_cache_fetched_chunks_total{directory="/tier/cache"} 3"#,
+            r#"vmstrata_tier_slowed_to_bytes_per_second{disk="we\"b\\"} 65536"#,
+            r#"vmstrata_tier_writes_wait{disk="we\"b\\"} 0"#,
+            r#"vmstrata_tier_flushes_wait{disk="we\"b\\"} 2"#,
+            r#"vmstrata_tier_held{disk="we\"b\\"} 0"#,
             "vmstrata_snapshots_total 3",
             "vmstrata_snapshot_pause_seconds_total 0.0015",
             r#"vmstrata_jobs{state="running"} 0"#,

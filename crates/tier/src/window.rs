@@ -1,0 +1,443 @@
+//! The loss window of a tiered disk: how old its oldest write is that is not published, and what is done about it.
+//!
+//! ```text
+//!   engine ── cut, ship, published ──►┌────────┐
+//!   watch ─── looks, measures ───────►│ Window ├──► is a cut due?           the engine
+//!   meter ─── moved, silent ─────────►│        ├──► pace of the writes      the disk's queues
+//!                                     └────────┘──► do flushes wait?        the disk's queues
+//! ```
+//!
+//! The watch is a thread beside the engine, which may be busy shipping, or stuck in a repository that does not answer. While the repository
+//! answers, it slows writes as [`Pacer`] says. While it does not, or while epochs are held, guests write as fast as they can, up to a budget
+//! of bytes; there writes wait, and none fails.
+//!
+//! Lock order: the wire, the engine's orders, the window's state.
+
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use vmstrata_disk::snapshot::now_ns;
+use vmstrata_disk::stats::Kind;
+use vmstrata_disk::{Disk, Pace};
+use vmstrata_repo::DeviceId;
+
+use crate::meter::Meter;
+use crate::pacer::{Pacer, Seen, Ship};
+use crate::status::{DurableAt, OnOutage, TierOptions, WindowStatus};
+
+/// A repository that answers nothing for so long does not answer.
+const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+/// The longest time between two looks at whether the guest has written, and of a disk that is written.
+pub(crate) const LOOK_EVERY: Duration = Duration::from_secs(1);
+const TICK: Duration = Duration::from_millis(250);
+/// So little room is none.
+const ROOM_MIN: u64 = 64 << 10;
+
+/// A time: to be shown, and to be measured from, whatever becomes of the host's clock.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Moment {
+    /// In nanoseconds since 1970.
+    pub(crate) ns: u64,
+    pub(crate) at: Instant,
+}
+
+impl Moment {
+    pub(crate) fn now() -> Self {
+        Self { ns: now_ns(), at: Instant::now() }
+    }
+
+    /// One in the past: as old as the clock says.
+    pub(crate) fn at_ns(ns: u64) -> Self {
+        let now = Self::now();
+        let ago = Duration::from_nanos(now.ns.saturating_sub(ns));
+        Self { ns, at: now.at.checked_sub(ago).unwrap_or(now.at) }
+    }
+}
+
+/// See the module documentation.
+#[derive(Debug)]
+pub(crate) struct Window {
+    options: TierOptions,
+    /// What the repository lies on.
+    device: DeviceId,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// When it was last looked whether the guest has written.
+    looked: Moment,
+    /// When the oldest write that no epoch has came in, at the earliest.
+    dirty: Option<Moment>,
+    /// The disk's bytes, and what guests had written, when it was last cut.
+    size: u64,
+    written: u64,
+    /// When the oldest write of the epochs that are not published came in, at the earliest, and the files of these.
+    pending: Option<Moment>,
+    files: Vec<PathBuf>,
+    /// What guests wrote for the last cut.
+    cut_bytes: u64,
+    ship: Option<Shipping>,
+    pacer: Pacer,
+    held_until: Option<Moment>,
+    /// Whether the engine's last try failed.
+    is_failing: bool,
+    /// What the watch found last.
+    unpublished_bytes: u64,
+    pace: Pace,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Shipping {
+    began: Instant,
+    /// What guests wrote for it, and what is moved for it: written, and read back.
+    bytes: u64,
+    to_move: u64,
+    /// What the meter said when it began.
+    moved: u64,
+}
+
+/// What is known of a disk when its engine begins.
+#[derive(Debug)]
+pub(crate) struct Begin {
+    pub(crate) size: u64,
+    /// When the oldest writes came in of which no epoch has any, and of epochs that are not published.
+    pub(crate) dirty: Option<Moment>,
+    pub(crate) pending: Option<Moment>,
+}
+
+/// Bytes that guests have written.
+fn written(disk: &Disk) -> u64 {
+    disk.stats().bytes_of(Kind::Write)
+}
+
+/// Bytes that a file has on its device.
+fn stored(path: &Path) -> u64 {
+    path.metadata().map_or(0, |about| about.blocks() * 512)
+}
+
+impl State {
+    fn is_dirty(&self, disk: &Disk) -> bool {
+        disk.has_written() || disk.size() != self.size
+    }
+
+    /// When the oldest write came in that is not published, at the earliest.
+    fn oldest(&self) -> Option<Moment> {
+        self.pending.or(self.dirty)
+    }
+
+    fn is_held(&self) -> bool {
+        self.held_until.is_some_and(|until| Instant::now() < until.at)
+    }
+}
+
+impl Window {
+    pub(crate) fn new(options: TierOptions, device: DeviceId, disk: &Disk, begin: Begin) -> Self {
+        let Begin { size, dirty, pending } = begin;
+        let state = State {
+            looked: Moment::now(),
+            dirty,
+            size,
+            written: written(disk),
+            pending,
+            files: Vec::new(),
+            cut_bytes: 0,
+            ship: None,
+            pacer: Pacer::new(options.window.as_secs_f64()),
+            held_until: None,
+            is_failing: false,
+            unpublished_bytes: 0,
+            pace: Pace::Free,
+        };
+        Self { options, device, state: Mutex::new(state) }
+    }
+
+    pub(crate) fn options(&self) -> &TierOptions {
+        &self.options
+    }
+
+    /// Looks whether the guest has written, and how much is not published: so many bytes.
+    pub(crate) fn look(&self, disk: &Disk) -> u64 {
+        let mut state = self.state.lock();
+        let before = std::mem::replace(&mut state.looked, Moment::now());
+        if state.dirty.is_none() && state.is_dirty(disk) {
+            // Since the last look.
+            state.dirty = Some(before);
+        }
+        let active = if state.dirty.is_some() { stored(disk.path()) } else { 0 };
+        state.unpublished_bytes = state.files.iter().map(|file| stored(file)).sum::<u64>() + active;
+        state.unpublished_bytes
+    }
+
+    /// Whether there is anything to cut off.
+    pub(crate) fn is_dirty(&self, disk: &Disk) -> bool {
+        self.state.lock().is_dirty(disk)
+    }
+
+    /// Whether the disk has to be cut, so that what is written is published in time.
+    pub(crate) fn is_cut_due(&self, disk: &Disk) -> bool {
+        let state = self.state.lock();
+        let bytes = written(disk).saturating_sub(state.written);
+        state.dirty.is_some_and(|since| {
+            bytes >= self.options.epoch_bytes
+                || state.pacer.is_due(bytes as f64, since.at.elapsed().as_secs_f64())
+        })
+    }
+
+    /// Whether epochs wait to be published.
+    pub(crate) fn is_pending(&self) -> bool {
+        self.state.lock().pending.is_some()
+    }
+
+    /// Cuts the disk with `cut`.
+    pub(crate) fn cut<T, E>(&self, disk: &Disk, cut: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+        let (before, written, size) = (Moment::now(), written(disk), disk.size());
+        let made = cut()?;
+        let mut state = self.state.lock();
+        state.cut_bytes = written.saturating_sub(state.written);
+        (state.written, state.size) = (written, size);
+        let since = state.dirty.take().unwrap_or(before);
+        // What was written to the new layer meanwhile, the next look finds.
+        state.looked = before;
+        state.pending.get_or_insert(since);
+        Ok(made)
+    }
+
+    /// Ships and publishes the epoch of a cut with `publish`. Of one that was cut before this process began, only its file tells
+    /// how much was written for it.
+    pub(crate) fn publish<T, E>(
+        &self,
+        layer: &Path,
+        meter: &Meter,
+        publish: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        let stored = stored(layer);
+        let bytes = match std::mem::take(&mut self.state.lock().cut_bytes) {
+            0 => stored,
+            bytes => bytes,
+        };
+        let ship =
+            Shipping { began: Instant::now(), bytes, to_move: 2 * stored.max(1), moved: meter.moved() };
+        self.state.lock().ship = Some(ship);
+        let published = publish();
+        let mut state = self.state.lock();
+        state.ship = None;
+        if published.is_ok() {
+            state.pacer.took(ship.bytes as f64, ship.began.elapsed().as_secs_f64());
+        }
+        published
+    }
+
+    /// The files of the epochs that are not published; none when all are.
+    pub(crate) fn set_pending(&self, files: Vec<PathBuf>) {
+        let mut state = self.state.lock();
+        if files.is_empty() {
+            state.pending = None;
+        }
+        state.files = files;
+    }
+
+    /// Whether the engine's last try failed.
+    pub(crate) fn set_failing(&self, is_failing: bool) {
+        self.state.lock().is_failing = is_failing;
+    }
+
+    /// Holds epochs on this host for so long, or no longer.
+    pub(crate) fn hold(&self, period: Option<Duration>) {
+        let until = |period: Duration| {
+            let now = Moment::now();
+            Moment { ns: now.ns + period.as_nanos() as u64, at: now.at + period }
+        };
+        self.state.lock().held_until = period.map(until);
+    }
+
+    /// Whether epochs are held.
+    pub(crate) fn is_held(&self) -> bool {
+        self.state.lock().is_held()
+    }
+
+    /// Whether a flush that ends now has to wait until it is published.
+    pub(crate) fn holds_flushes(&self) -> bool {
+        let is_late = || {
+            let state = self.state.lock();
+            let is_old = |oldest: Moment| oldest.at.elapsed() > self.options.window;
+            state.oldest().is_some_and(is_old) && !state.is_held()
+        };
+        match (self.options.durability, self.options.on_outage) {
+            (DurableAt::Repository, _) => true,
+            (DurableAt::Host, OnOutage::Continue) => false,
+            (DurableAt::Host, OnOutage::Stall) => is_late(),
+        }
+    }
+
+    /// Since when the repository has not answered, if that is too long: this disk, or those whose turn it waits for.
+    pub(crate) fn silent_since(&self, meter: &Meter) -> Option<Moment> {
+        let is_shipping = self.state.lock().ship.is_some();
+        let others = || if is_shipping { self.options.wire.silence(self.device) } else { None };
+        let silence = meter.silence().or_else(others).filter(|silence| *silence >= ANSWER_WITHIN)?;
+        Some(Moment::at_ns(now_ns().saturating_sub(silence.as_nanos() as u64)))
+    }
+
+    /// What there is to say, but for flushes.
+    pub(crate) fn status(&self) -> WindowStatus {
+        let state = self.state.lock();
+        WindowStatus {
+            window: self.options.window,
+            on_outage: self.options.on_outage,
+            durability: self.options.durability,
+            unpublished_bytes: state.unpublished_bytes,
+            unpublished_since_ns: state.oldest().map(|oldest| oldest.ns),
+            held_until_ns: state.held_until.filter(|_| state.is_held()).map(|until| until.ns),
+            ships_bytes_a_second: state.pacer.rate().map(|rate| rate as u64),
+            slowed_to_bytes_a_second: match state.pace {
+                Pace::BytesPerSecond(rate) => Some(rate),
+                Pace::Free | Pace::Stopped => None,
+            },
+            writes_wait: state.pace == Pace::Stopped,
+            flushes_wait: 0,
+        }
+    }
+}
+
+/// What the watch keeps from one look to the next.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    looked: Instant,
+    written: u64,
+    /// Bytes a second that guests wrote lately; falls slowly.
+    guest: f64,
+    /// Whether the log says that the repository does not answer, and that writes wait.
+    told_silent: bool,
+    told_full: bool,
+}
+
+impl Watch {
+    pub(crate) fn new(disk: &Disk) -> Self {
+        Self {
+            looked: Instant::now(),
+            written: written(disk),
+            guest: 0.0,
+            told_silent: false,
+            told_full: false,
+        }
+    }
+
+    /// How long until the next look.
+    pub(crate) fn tick(window: &Window) -> Duration {
+        let state = window.state.lock();
+        let is_busy = state.oldest().is_some() || state.pace != Pace::Free;
+        if is_busy {
+            (window.options.window / 20).min(TICK)
+        } else {
+            (window.options.window / 10).min(LOOK_EVERY)
+        }
+    }
+
+    /// Looks at the disk, and sets the pace of its writes.
+    pub(crate) fn look(&mut self, window: &Window, disk: &Disk, meter: &Meter) {
+        let unpublished = window.look(disk);
+        self.measure_guest(disk);
+        let silent = window.silent_since(meter);
+        self.tell_silent(disk, silent.is_some());
+        let is_outage = silent.is_some() || window.state.lock().is_failing;
+        let wanted = if is_outage || window.is_held() {
+            let room = window.room(disk, unpublished);
+            if room < ROOM_MIN && !is_outage {
+                tracing::warn!(disk = %disk.path().display(), "held until its budget is used up: published again");
+                window.hold(None);
+            }
+            self.tell_full(disk, unpublished, room < ROOM_MIN);
+            self.pace_within(room, Watch::tick(window))
+        } else {
+            self.tell_full(disk, unpublished, false);
+            window.pace(disk, meter, self.guest, Watch::tick(window))
+        };
+        let mut state = window.state.lock();
+        if is_other(state.pace, wanted) {
+            state.pace = wanted;
+            drop(state);
+            disk.pace(wanted);
+        }
+    }
+
+    fn measure_guest(&mut self, disk: &Disk) {
+        let (now, written) = (Instant::now(), written(disk));
+        let seconds = now.duration_since(self.looked).as_secs_f64().max(0.001);
+        self.guest = (written.saturating_sub(self.written) as f64 / seconds).max(self.guest * 0.8);
+        (self.looked, self.written) = (now, written);
+    }
+
+    /// As fast as the guest can, as long as there is room: what it writes until the next looks leaves some of that.
+    fn pace_within(&self, room: u64, tick: Duration) -> Pace {
+        let rate = room as f64 / (2.0 * tick.as_secs_f64());
+        match rate {
+            _ if room < ROOM_MIN => Pace::Stopped,
+            rate if rate < 2.0 * self.guest => Pace::BytesPerSecond(rate as u64),
+            _ => Pace::Free,
+        }
+    }
+
+    fn tell_silent(&mut self, disk: &Disk, is_silent: bool) {
+        let path = disk.path().display();
+        match (std::mem::replace(&mut self.told_silent, is_silent), is_silent) {
+            (false, true) => {
+                let seconds = ANSWER_WITHIN.as_secs();
+                tracing::error!(disk = %path, "not published: its repository has answered nothing for {seconds} s");
+            }
+            (true, false) => tracing::info!(disk = %path, "its repository answers again"),
+            _ => {}
+        }
+    }
+
+    fn tell_full(&mut self, disk: &Disk, unpublished: u64, is_full: bool) {
+        let path = disk.path().display();
+        match (std::mem::replace(&mut self.told_full, is_full), is_full) {
+            (false, true) => tracing::error!(
+                disk = %path,
+                "its writes wait: {unpublished} bytes are not published, and this host may keep no more of them (outage-bytes)"
+            ),
+            (true, false) => tracing::info!(disk = %path, "its writes go on"),
+            _ => {}
+        }
+    }
+}
+
+/// Whether a pace differs enough to wake the disk's queues.
+fn is_other(now: Pace, wanted: Pace) -> bool {
+    match (now, wanted) {
+        (Pace::BytesPerSecond(now), Pace::BytesPerSecond(wanted)) => now.abs_diff(wanted) > now / 10,
+        (now, wanted) => now != wanted,
+    }
+}
+
+impl Window {
+    /// Bytes that may be written while nothing is published.
+    fn room(&self, disk: &Disk, unpublished: u64) -> u64 {
+        let budget = self.options.outage_bytes.map(|bytes| bytes.get());
+        let budget = budget.or_else(|| {
+            let found = rustix::fs::statvfs(disk.path().parent()?).ok()?;
+            Some(found.f_bavail.saturating_mul(found.f_frsize))
+        });
+        budget.unwrap_or(u64::MAX).saturating_sub(unpublished)
+    }
+
+    /// The pace at which what is written is published in time.
+    fn pace(&self, disk: &Disk, meter: &Meter, guest: f64, tick: Duration) -> Pace {
+        let mut state = self.state.lock();
+        let ship = state.ship.map(|ship| {
+            let moved = meter.moved().saturating_sub(ship.moved);
+            let part = (moved as f64 / ship.to_move as f64).min(1.0);
+            Ship { elapsed: ship.began.elapsed().as_secs_f64(), bytes: ship.bytes as f64, part }
+        });
+        let seen = Seen {
+            dirty: written(disk).saturating_sub(state.written) as f64,
+            age: state.dirty.map_or(0.0, |since| since.at.elapsed().as_secs_f64()),
+            ship,
+            guest,
+            tick: tick.as_secs_f64(),
+        };
+        state.pacer.pace(&seen).map_or(Pace::Free, Pace::BytesPerSecond)
+    }
+}
