@@ -11,10 +11,12 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
 use vmstrata_disk::snapshot::recorded_in;
+use vmstrata_repo::Repository;
 use vmstrata_store::{FileId, Holders};
 
 use crate::error::{Error, Result};
 use crate::head::{EpochNumber, OwnerId};
+use crate::pin::{Pin, Purpose};
 use crate::place::{BRANCH, Place, read_record, sync_directory};
 
 /// See the module documentation.
@@ -86,11 +88,11 @@ impl Branch {
         self.path.file_name().unwrap_or_default().to_owned()
     }
 
-    /// Deletes it, with all that it alone has.
+    /// Deletes it, with all that it alone has, and lets go of what it stands on in the repository, if there is one.
     ///
     /// # Errors
-    /// [`Error::Held`]; whatever the host reports: some of it may then be left.
-    pub fn remove(self) -> Result<()> {
+    /// [`Error::Held`]; whatever host and repository report: some of it may then be left.
+    pub fn remove(self, repository: Option<&dyn Repository>) -> Result<()> {
         let failed = |action| Error::of_file(&self.path, action);
         let found = files(&self.path).map_err(failed("look into the branch"))?;
         let ids: Vec<FileId> = found.iter().filter_map(|file| FileId::at(&file.path())).collect();
@@ -100,7 +102,10 @@ impl Branch {
         let parent = self.path.parent().expect("it lies in a directory");
         fs::remove_dir_all(&self.path)
             .and_then(|()| sync_directory(parent))
-            .map_err(failed("delete the branch"))
+            .map_err(failed("delete the branch"))?;
+        let Some((repository, owner)) = repository.zip(self.owner) else { return Ok(()) };
+        let is_own = |pin: &Pin| matches!(pin.purpose, Purpose::Copy { owner: of, .. } if of == owner);
+        Pin::all(repository)?.iter().filter(|pin| is_own(pin)).try_for_each(|pin| pin.release(repository))
     }
 }
 

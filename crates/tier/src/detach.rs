@@ -32,6 +32,7 @@ use crate::copies::{cuts, holds, open_options};
 use crate::error::{Error, Result};
 use crate::head::{Epoch, Head, ObjectId, is_object_name};
 use crate::look::newest;
+use crate::pin::{Pin, Purpose};
 use crate::place::{Copy, Place, beside, make_private, sync_directory};
 use crate::publisher::{Claim, Publisher};
 
@@ -70,7 +71,7 @@ impl Detach {
     /// then on.
     ///
     /// # Errors
-    /// [`Error::NotAllPublished`]; [`Error::Held`] for a disk that is served; [`Error::Fenced`]; a disk that is not tiered, or not by this
+    /// [`Error::NotAllPublished`]; [`Error::IsRead`]; [`Error::Held`] for a disk that is served; [`Error::Fenced`]; a disk that is not tiered, or not by this
     /// host; whatever host and repository report.
     pub fn begin(
         place: &Place,
@@ -103,6 +104,7 @@ impl Detach {
         if !holds(place, open, base, epoch.number)? {
             return Err(Error::OldCopy { copy: place.local.clone(), epoch: epoch.number });
         }
+        refuse_readers(&**publisher.repository())?;
         detach.check_published(&epoch)?;
         check_own(place, &epoch)?;
         detach.next = if flatten { Step::Draft(epoch) } else { Step::Link(epoch) };
@@ -327,6 +329,18 @@ impl Detach {
             self.copy = None;
         }
         Ok(())
+    }
+}
+
+/// Refuses a repository of whose states somebody reads one: a clone, for instance.
+fn refuse_readers(repository: &dyn Repository) -> Result<()> {
+    let reader = Pin::all(repository)?.into_iter().find_map(|pin| match pin.purpose {
+        Purpose::Reader(who) => Some(who),
+        Purpose::Copy { .. } | Purpose::Snapshot { .. } => None,
+    });
+    match reader {
+        Some(who) => Err(Error::IsRead { repository: repository.describe(), who }),
+        None => Ok(()),
     }
 }
 

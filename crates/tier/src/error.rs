@@ -191,6 +191,16 @@ pub enum Error {
         /// What is published.
         epoch: EpochNumber,
     },
+    /// A disk of which somebody reads a state.
+    #[error(
+        "{repository}: {who} reads a state of the disk, which would be deleted: end that first, or release its pin with `vmstrata tier pins`"
+    )]
+    IsRead {
+        /// The repository.
+        repository: String,
+        /// Who.
+        who: String,
+    },
     /// A disk that this host has not published.
     #[error(
         "{}: this host has no copy of the disk ({}): do it where the disk was served last, or take it over with `vmstrata tier takeover`",

@@ -13,7 +13,7 @@ use common::scratch;
 use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
 use tier_support::{block, host, image, newest_of, place, soon, sync, take_over, writes_of};
 use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
-use vmstrata_tier::{Branch, Detach, Error, Place, repository_of};
+use vmstrata_tier::{Branch, Detach, Error, Pin, Place, Purpose, repository_of};
 
 /// A disk that is not served any more, of which writes up to this number are published, in two epochs.
 fn published(nas: &Path, tier: &Path, writes: u64) -> Place {
@@ -129,6 +129,19 @@ fn what_is_not_all_published_by_this_host_is_refused() {
 }
 
 #[test]
+fn states_that_others_stand_on_are_not_deleted() {
+    let (nas, tier) = (scratch(), scratch());
+    let place = published(nas.path(), tier.path(), 20);
+    let repository = place.open_repository().unwrap().expect("it is published");
+    let pin = Pin::make(&*repository, None, &Purpose::reader("a clone")).unwrap();
+    let told = begin(&place, false).unwrap_err().to_string();
+    assert!(told.contains("a clone at ") && told.contains("vmstrata tier pins"), "{told}");
+    pin.release(&*repository).unwrap();
+    begin(&place, false).unwrap().run().unwrap();
+    assert_detached(&place, false, 20);
+}
+
+#[test]
 fn a_host_that_takes_the_disk_over_meanwhile_keeps_its_repository() {
     let (nas, tier, other) = (scratch(), scratch(), scratch());
     let place = published(nas.path(), tier.path(), 20);
@@ -180,10 +193,14 @@ fn branches_say_what_was_not_published_and_are_deleted_one_by_one() {
     // One that somebody reads stays.
     let mut reader =
         std::process::Command::new("sleep").arg("60").stdin(fs::File::open(&image).unwrap()).spawn().unwrap();
-    assert!(matches!(branch.clone().remove().unwrap_err(), Error::Held { .. }));
+    assert!(matches!(branch.clone().remove(None).unwrap_err(), Error::Held { .. }));
     reader.kill().unwrap();
     reader.wait().unwrap();
-    branch.clone().remove().unwrap();
+    let repository = place.open_repository().unwrap().expect("it is published");
+    let pins = || Pin::all(&*repository).unwrap().len();
+    let before = pins();
+    branch.clone().remove(Some(&*repository)).unwrap();
+    assert_eq!(pins(), before - 1, "what it stood on is let go of");
     assert_eq!(Branch::all(&place).unwrap(), []);
     qemu_img(&["info", path_str(&place.path)]);
     fs::File::open(&place.path).unwrap().read_exact_at(&mut [0], 0).unwrap();

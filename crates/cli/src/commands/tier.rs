@@ -196,7 +196,8 @@ impl AsideCopy {
 }
 
 fn branches(args: &BranchesArgs) -> Result<()> {
-    let found = Branch::all(&Place::of(&args.disk, &args.tier)?)?;
+    let place = Place::of(&args.disk, &args.tier)?;
+    let found = Branch::all(&place)?;
     let Some(name) = &args.drop else {
         let shown: Vec<AsideCopy> = found.iter().map(AsideCopy::of).collect();
         return answer(args.json, &shown, || {
@@ -227,7 +228,7 @@ fn branches(args: &BranchesArgs) -> Result<()> {
     }
     audit::change(audit::of("tier_branch_drop", [&args.disk]).object(lost.branch.clone()), |what| {
         what.bytes = Some(lost.bytes);
-        Ok(branch.remove()?)
+        Ok(branch.remove(place.open_repository()?.as_deref())?)
     })?;
     answer(args.json, &lost, || format!("deleted: {}, {}\n", lost.branch, short_size(lost.bytes)))
 }
