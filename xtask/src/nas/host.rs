@@ -150,7 +150,7 @@ impl Served {
         Status {
             epoch: status.epoch.get(),
             layers: status.layers,
-            unpublished_bytes: status.unpublished_bytes,
+            unpublished_bytes: status.window.unpublished_bytes,
             stalled: match status.state {
                 TierState::Publishing => None,
                 TierState::Stalled { why, .. } | TierState::Fenced { why } => Some(why),
