@@ -6,6 +6,10 @@ use xtask::bench::tier::{self, Options};
 
 #[test]
 fn small_tiered_disks_are_measured_checked_and_removed() {
+    if let Err(why) = xtask::nas::check() {
+        eprintln!("not tested: {why}");
+        return;
+    }
     xtask::build::vmstrata().unwrap();
     let dir = tempfile::tempdir().unwrap();
     let options = Options {

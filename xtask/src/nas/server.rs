@@ -132,7 +132,7 @@ fn configuration(export: &Path) -> String {
     )
 }
 
-/// Whether what a NAS is made of is installed, and this is the superuser.
+/// Whether what a NAS is made of is installed, and this is the superuser, who may make network namespaces.
 ///
 /// # Errors
 /// What is missing.
@@ -149,6 +149,10 @@ pub fn check() -> Result<()> {
                 "no {program}: install Debian's nfs-ganesha, nfs-ganesha-vfs, qemu-block-extra and iproute2"
             );
         }
+    }
+    let apart = Command::new("unshare").args(["--net", "true"]).stderr(Stdio::null()).status()?;
+    if !apart.success() {
+        bail!("this host lets nobody make network namespaces");
     }
     Ok(())
 }

@@ -270,9 +270,8 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn names_are_labels_and_hostile_ones_are_escaped() {
-        let tier = TierStatus {
+    fn tier() -> TierStatus {
+        TierStatus {
             state: TierState::Stalled,
             error: Some("no answer".to_owned()),
             stalled_seconds: Some(60),
@@ -296,7 +295,11 @@ mod tests {
             slowed_to_bytes_a_second: Some(65536),
             writes_wait: false,
             flushes_wait: 2,
-        };
+        }
+    }
+
+    #[test]
+    fn names_are_labels_and_hostile_ones_are_escaped() {
         let disk = DiskStatus {
             added: false,
             name: "we\"b\\".to_owned(),
@@ -307,7 +310,7 @@ mod tests {
             read_only: false,
             detect_zeroes: vmstrata_api::DetectZeroes::Off,
             subclusters: vmstrata_api::Subclusters::On,
-            tier: Some(tier),
+            tier: Some(tier()),
             limits: vmstrata_api::DiskLimits::default(),
             size_bytes: Some(1 << 30),
             layers: Some(300),
