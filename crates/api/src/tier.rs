@@ -117,7 +117,7 @@ pub struct TierHold {
 pub struct TierRate {
     /// Bytes a second; without limit if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(minimum = 65_536)]
+    #[schema(minimum = 65_536, maximum = 1_000_000_000_000_000_u64)]
     pub bytes_a_second: Option<u64>,
 }
 

@@ -240,13 +240,16 @@ pub fn parse_tier_rate(text: &str) -> Result<NonZeroU64, TierRateError> {
     check_tier_rate(bytes)
 }
 
+/// The most bytes a second that anybody can mean.
+const TIER_RATE_MAX: u64 = 1_000_000_000_000_000;
+
 /// Checks how many bytes a second tiered disks ship.
 ///
 /// # Errors
-/// Too few.
+/// Too few, or too many.
 pub(crate) fn check_tier_rate(bytes: u64) -> Result<NonZeroU64, TierRateError> {
-    let enough = NonZeroU64::new(bytes).filter(|bytes| bytes.get() >= Wire::RATE_MIN);
-    enough.ok_or(TierRateError::TooLow { bytes })
+    let rate = NonZeroU64::new(bytes).filter(|_| (Wire::RATE_MIN..=TIER_RATE_MAX).contains(&bytes));
+    rate.ok_or(TierRateError::Range { bytes })
 }
 
 /// Why tiered disks cannot ship so fast.
@@ -255,9 +258,9 @@ pub enum TierRateError {
     /// It is no size.
     #[error(transparent)]
     Size(#[from] SizeError),
-    /// A piece of a layer would take for ever.
-    #[error("tiered disks ship at least 64K a second, not {bytes}")]
-    TooLow {
+    /// A piece of a layer would take for ever, or no wire is as fast.
+    #[error("tiered disks ship 65536 to 10^15 bytes a second, not {bytes}")]
+    Range {
         /// What was asked for.
         bytes: u64,
     },
@@ -519,9 +522,9 @@ mod tests {
     #[test]
     fn a_rate_of_tiered_disks_is_a_size_of_some_bytes() {
         for (text, bytes) in
-            [("64K", Ok(64 << 10)), ("40M/s", Ok(40 << 20)), ("65535", Err(65535)), ("0", Err(0))]
+            [("64K", Ok(64 << 10)), ("40M/s", Ok(40 << 20)), ("65535", Err(65535)), ("0", Err(0)), ("2P", Err(2 << 50))]
         {
-            let expected = bytes.map_err(|bytes| TierRateError::TooLow { bytes });
+            let expected = bytes.map_err(|bytes| TierRateError::Range { bytes });
             assert_eq!(parse_tier_rate(text).map(NonZeroU64::get), expected, "{text}");
         }
         assert!(matches!(parse_tier_rate("fast"), Err(TierRateError::Size(_))));
