@@ -77,7 +77,7 @@ pub(crate) fn attach(
         ship_state(repository, path, None, &open, resources)?
     } else {
         let id = ObjectId::draw();
-        fs::hard_link(path, place.repository.join(id.layer_name().as_str()))
+        fs::hard_link(path, place.layer(id))
             .and_then(|()| sync_directory(&place.repository))
             .map_err(Error::of_file(path, "name it in its repository"))?;
         adopt(repository, id)?
@@ -94,7 +94,7 @@ pub(crate) fn seal(place: &Place, epoch: &Epoch) -> Result<()> {
     if place.elsewhere.is_some() {
         return Ok(());
     }
-    let layer = place.repository.join(epoch.objects[0].id.layer_name().as_str());
+    let layer = place.layer(epoch.objects[0].id);
     fs::set_permissions(&layer, Permissions::from_mode(READ_ONLY))
         .map_err(Error::of_file(&layer, "make it read-only"))
 }
@@ -109,8 +109,7 @@ pub(crate) fn point_at(place: &Place, epoch: &Epoch) -> Result<()> {
     }
     let path = &place.path;
     check_own(place, epoch)?;
-    let newest = epoch.objects.last().expect("an epoch that was published has a layer");
-    let below = in_repository(place, newest.id);
+    let below = in_repository(place, epoch.newest());
     let draft = AtomicFile::beside(path)?;
     write_overlay(&draft, &below, epoch.size)
         .and_then(|()| draft.file.set_permissions(Permissions::from_mode(READ_ONLY)))
@@ -140,7 +139,7 @@ fn in_repository(place: &Place, id: ObjectId) -> std::path::PathBuf {
 /// [`Error::Foreign`]; a file that cannot be read.
 pub(crate) fn check_own(place: &Place, epoch: &Epoch) -> Result<()> {
     let Some(found) = FileId::at(&place.path) else { return Ok(()) };
-    let first = epoch.objects.first().map(|first| place.repository.join(first.id.layer_name().as_str()));
+    let first = epoch.objects.first().map(|first| place.layer(first.id));
     if first.is_some_and(|first| FileId::at(&first) == Some(found)) {
         return Ok(());
     }

@@ -16,7 +16,7 @@ use vmstrata_store::{FileId, Holders};
 
 use crate::error::{Error, Result};
 use crate::head::{EpochNumber, OwnerId};
-use crate::pin::{Pin, Purpose};
+use crate::pin::Pin;
 use crate::place::{BRANCH, Place, read_record, sync_directory};
 
 /// See the module documentation.
@@ -104,7 +104,7 @@ impl Branch {
             .and_then(|()| sync_directory(parent))
             .map_err(failed("delete the branch"))?;
         let Some((repository, owner)) = repository.zip(self.owner) else { return Ok(()) };
-        let is_own = |pin: &Pin| matches!(pin.purpose, Purpose::Copy { owner: of, .. } if of == owner);
+        let is_own = |pin: &Pin| pin.purpose.is_copy_of(owner);
         Pin::all(repository)?.iter().filter(|pin| is_own(pin)).try_for_each(|pin| pin.release(repository))
     }
 }

@@ -144,12 +144,11 @@ fn make_copy(
     let (owner, epoch) = (publisher.head().owner, &publisher.head().epoch);
     place.show(epoch)?;
     stand::pin_for(&**publisher.repository(), owner, epoch.number)?;
-    let top = epoch.objects.last().expect("an epoch has a layer").id.layer_name();
     let options = CreateOptions {
         size: Some(epoch.size),
         cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
         subclusters: open.subclusters,
-        backing: Some((place.repository.join(top.as_str()), Format::Qcow2)),
+        backing: Some((place.layer(epoch.newest()), Format::Qcow2)),
         // Nobody has written to one that is there: the copy has no base.
         force: true,
         ..CreateOptions::default()

@@ -250,8 +250,8 @@ impl Detach {
 
     fn replace_by_overlay(&mut self, epoch: &Epoch) -> Result<()> {
         let dir = self.layers();
-        let top = epoch.objects.last().expect("an epoch that was published has a layer").id.layer_name();
-        let below = Path::new(dir.file_name().expect("made of a file's name")).join(top.as_str());
+        let newest = epoch.newest().layer_name();
+        let below = Path::new(dir.file_name().expect("made of a file's name")).join(newest.as_str());
         let draft = AtomicFile::beside(&self.place.path)?;
         write_overlay(&draft, &below, epoch.size)
             .map_err(Error::of_file(&self.place.path, "make the image"))?;
@@ -267,11 +267,10 @@ impl Detach {
         // Others may have files in it.
         let _ = fs::remove_dir(self.layers());
         let draft = self.draft_path();
-        let top = epoch.objects.last().expect("an epoch that was published has a layer").id.layer_name();
         let options = CreateOptions {
             size: Some(epoch.size),
             cluster_bits: ClusterBits::DEFAULT,
-            backing: Some((self.place.repository.join(top.as_str()), Format::Qcow2)),
+            backing: Some((self.place.layer(epoch.newest()), Format::Qcow2)),
             force: true,
             ..CreateOptions::default()
         };

@@ -238,7 +238,7 @@ impl Engine {
         }
         let merger = Merger::new(Ground {
             repository: merges,
-            directory: place.repository.clone(),
+            place: place.clone(),
             open: open.clone(),
             resources: resources.clone(),
         });
@@ -378,8 +378,7 @@ impl Engine {
     fn merge_layers(&mut self) -> Result<()> {
         let head = &self.publisher.head().epoch;
         let on_host = self.cuts.iter().find(|cut| cut.number == head.number).map(|cut| cut.layer.clone());
-        let Some(top) = head.objects.last() else { return Ok(()) };
-        let state = on_host.unwrap_or_else(|| self.place.repository.join(top.id.layer_name().as_str()));
+        let state = on_host.unwrap_or_else(|| self.place.layer(head.newest()));
         let Some(objects) = self.merger.go_on(&head.objects, state)? else { return Ok(()) };
         let (before, after) = (head.objects.len(), objects.len());
         self.publisher.publish(Epoch { objects, ..head.clone() })?;
@@ -404,8 +403,7 @@ impl Engine {
         self.place.show(head)?;
         let repository = &**self.publisher.repository();
         let pin = stand::pin_for(repository, self.publisher.head().owner, head.number)?;
-        let top = pin.epoch.objects.last().expect("an epoch that was published has a layer");
-        self.disk.rebase(&lowest, &self.place.repository.join(top.id.layer_name().as_str()))?;
+        self.disk.rebase(&lowest, &self.place.layer(pin.epoch.newest()))?;
         let before = self.pin.replace(pin);
         before.map_or(Ok(()), |pin| pin.release(repository))
     }

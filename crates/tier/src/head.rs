@@ -249,6 +249,14 @@ impl Epoch {
     /// Of a disk of which nothing is published.
     pub const NONE: Self = Self { number: EpochNumber::NONE, time_ns: 0, size: 0, objects: Vec::new() };
 
+    /// The layer that stands on all the others.
+    ///
+    /// # Panics
+    /// Of [`Epoch::NONE`].
+    pub fn newest(&self) -> ObjectId {
+        self.objects.last().expect("an epoch that was published has a layer").id
+    }
+
     /// Refuses what cannot be published.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.number.0 > COUNT_MAX {

@@ -12,6 +12,7 @@ use crate::dense::ship_merged;
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
 use crate::merge::Merge;
+use crate::place::Place;
 
 /// What is left is written by the engine itself when it has less, or does not get less.
 const LITTLE: u64 = 16 << 20;
@@ -30,8 +31,7 @@ pub(crate) struct Merger {
 #[derive(Debug)]
 pub(crate) struct Ground {
     pub(crate) repository: Arc<dyn Repository>,
-    /// Its directory.
-    pub(crate) directory: PathBuf,
+    pub(crate) place: Place,
     pub(crate) open: OpenOptions,
     pub(crate) resources: Arc<Resources>,
 }
@@ -60,13 +60,6 @@ impl Work {
         let Ground { repository, open, resources, .. } = &*self.ground;
         let layers: Vec<_> = self.layers.iter().map(PathBuf::as_path).collect();
         ship_merged(&**repository, &self.state, &layers, self.below, open, resources, &self.is_given_up)
-    }
-}
-
-impl Ground {
-    /// The file of a layer.
-    pub(crate) fn layer(&self, id: ObjectId) -> PathBuf {
-        self.directory.join(id.layer_name().as_str())
     }
 }
 
@@ -106,7 +99,7 @@ impl Merger {
         let bytes: u64 = left.iter().map(|object| object.stored).sum();
         if !left.is_empty() {
             let work = Work {
-                layers: left.iter().map(|object| self.ground.layer(object.id)).collect(),
+                layers: left.iter().map(|object| self.ground.place.layer(object.id)).collect(),
                 below: merge.below(),
                 state,
                 ground: self.ground.clone(),
@@ -116,11 +109,13 @@ impl Merger {
             let before = std::mem::replace(&mut self.merged, bytes);
             // Else a disk that is cut all the time, or written as fast as it is merged, would never be done.
             if merge.results().is_empty() || (LITTLE..before).contains(&bytes) {
-                tracing::info!(repository = %self.ground.directory.display(), layers, bytes, "merging layers");
+                tracing::info!(repository = %self.ground.place.repository.display(), layers, bytes, "merging layers");
                 let is_given_up = work.is_given_up.clone();
                 let thread = std::thread::Builder::new().name("tier merge".into()).spawn(move || work.run());
-                let thread = thread
-                    .map_err(Error::of_file(&self.ground.directory, "start the thread that merges it"))?;
+                let thread = thread.map_err(Error::of_file(
+                    &self.ground.place.repository,
+                    "start the thread that merges it",
+                ))?;
                 self.writing = Some(Writing { layers, is_given_up, thread });
                 return Ok(None);
             }

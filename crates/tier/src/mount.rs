@@ -25,7 +25,7 @@ struct Mount {
 }
 
 impl Mount {
-    /// sLinux `Documentation/filesystems/proc.rst` 3.5: `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw,errors=continue`.
+    /// Linux `Documentation/filesystems/proc.rst` 3.5: `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw,errors=continue`.
     fn parse(line: &str) -> Option<Self> {
         let (own, of_file_system) = line.split_once(" - ")?;
         let (mut own, mut of_file_system) = (own.split(' ').skip(4), of_file_system.split(' '));

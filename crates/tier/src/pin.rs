@@ -67,6 +67,11 @@ impl Purpose {
         Self::Reader(who)
     }
 
+    /// Whether a copy of this owner stands on the state.
+    pub(crate) fn is_copy_of(&self, owner: OwnerId) -> bool {
+        matches!(self, Self::Copy { owner: of, .. } if *of == owner)
+    }
+
     fn check(&self) -> Result<(), String> {
         match self {
             Self::Snapshot { name, .. } if !is_snapshot_name(name) => Err(format!("{name:?} is no name")),

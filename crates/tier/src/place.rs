@@ -28,7 +28,7 @@ use vmstrata_repo::{DirectoryRepository, Repository};
 
 use crate::cached_files::{CachedFiles, ReadThrough};
 use crate::error::{Error, Result};
-use crate::head::{Epoch, EpochNumber, OwnerId, as_text, is_object_name};
+use crate::head::{Epoch, EpochNumber, ObjectId, OwnerId, as_text, is_object_name};
 use crate::lock::lock_within;
 use crate::remote::Remote;
 
@@ -97,6 +97,11 @@ impl Place {
     /// The directory of this host's copies.
     pub(crate) fn tier(&self) -> &Path {
         self.local.parent().unwrap_or(Path::new("/"))
+    }
+
+    /// The file of a layer in the repository.
+    pub(crate) fn layer(&self, id: ObjectId) -> PathBuf {
+        self.repository.join(id.layer_name().as_str())
     }
 
     /// The file that takes the guest's writes.

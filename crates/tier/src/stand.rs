@@ -34,7 +34,7 @@ pub(crate) fn pin_for(repository: &dyn Repository, owner: OwnerId, epoch: EpochN
 /// # Errors
 /// As [`Pin::all`].
 pub(crate) fn pin_of(repository: &dyn Repository, owner: OwnerId, below: ObjectId) -> Result<Option<Pin>> {
-    let is_own = |pin: &Pin| matches!(pin.purpose, Purpose::Copy { owner: of, .. } if of == owner);
+    let is_own = |pin: &Pin| pin.purpose.is_copy_of(owner);
     let mut found = None;
     for pin in Pin::all(repository)?.into_iter().filter(is_own) {
         if found.is_none() && pin.epoch.objects.last().is_some_and(|top| top.id == below) {
@@ -51,7 +51,7 @@ pub(crate) fn pin_of(repository: &dyn Repository, owner: OwnerId, below: ObjectI
 /// # Errors
 /// As [`Pin::all`].
 pub(crate) fn epochs_of(repository: &dyn Repository, owner: OwnerId) -> Result<Vec<Epoch>> {
-    let is_own = |pin: &Pin| matches!(pin.purpose, Purpose::Copy { owner: of, .. } if of == owner);
+    let is_own = |pin: &Pin| pin.purpose.is_copy_of(owner);
     Ok(Pin::all(repository)?.into_iter().filter(is_own).map(|pin| pin.epoch).collect())
 }
 

@@ -18,7 +18,8 @@ use crate::pin::{Pin, Purpose};
 /// As [`Pin::all`].
 pub fn snapshots(repository: &dyn Repository) -> Result<Vec<(SnapshotInfo, Pin)>> {
     let named = |pin: Pin| match &pin.purpose {
-        Purpose::Snapshot { name, labels } => {
+        // One without layers is no state of a disk, whoever made it.
+        Purpose::Snapshot { name, labels } if !pin.epoch.objects.is_empty() => {
             let (name, labels, taken_ns) = (name.clone(), labels.clone(), pin.epoch.time_ns);
             Some((SnapshotInfo { name, labels, taken_ns, ..SnapshotInfo::default() }, pin))
         }

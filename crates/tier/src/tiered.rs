@@ -148,8 +148,7 @@ impl Tiered {
         let cut = cut?;
         self.wait(deadline, |orders| (orders.status.epoch >= cut.epoch).then_some(Ok(())))?;
         let pin = Pin::make(repository, Some(cut.epoch), &named)?;
-        let top = pin.epoch.objects.last().expect("an epoch that was published has a layer");
-        let layer = self.status().repository.join(top.id.layer_name().as_str());
+        let layer = self.status().repository.join(pin.epoch.newest().layer_name().as_str());
         Ok(TakenState { layer, pause: cut.pause })
     }
 

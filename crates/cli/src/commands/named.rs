@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use vmstrata_api::{DiskList, DiskStatus};
+use vmstrata_disk::snapshot::state_of;
 use vmstrata_types::path_from_text;
 
 use super::snapshot::live::is_file_of;
-use super::tiered::{joined, split};
+use super::tiered::split;
 use crate::args::{Command, ControlArgs, IndexCommand, SnapshotCommand, TierCommand};
 use crate::client::Client;
 
@@ -79,7 +80,7 @@ fn path_of(argument: &Path, server: &ControlArgs) -> Option<PathBuf> {
         return Some(path_from_text(&disk.path));
     }
     let (disk, state) = split(argument).filter(|(disk, _)| is_name(disk))?;
-    Some(joined(&path_from_text(&of_name(disk)?.path), state))
+    Some(state_of(&path_from_text(&of_name(disk)?.path), state))
 }
 
 /// What the server calls the disk that `argument` names, or whose path it is; the argument itself if it knows no such disk.

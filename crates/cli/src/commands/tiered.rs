@@ -1,6 +1,6 @@
 //! Tiered disks as commands name them: a state is a layer of the repository, and what changes the disk goes through its server.
 
-use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -97,8 +97,7 @@ pub fn prepare(command: &mut Command) -> Result<Vec<Reading>> {
 
 /// The newest layer of an epoch.
 fn top_of(repository: &Path, epoch: &Epoch) -> PathBuf {
-    let top = epoch.objects.last().expect("an epoch that was published has a layer");
-    repository.join(top.id.layer_name().as_str())
+    repository.join(epoch.newest().layer_name().as_str())
 }
 
 /// `DISK` and what follows the last `@`: a snapshot's name, or an age such as `-30s`.
@@ -108,12 +107,6 @@ pub fn split(state: &Path) -> Option<(&Path, &str)> {
     let name = str::from_utf8(&bytes[at + 1..]).ok()?;
     let is_age = name.strip_prefix('-').is_some_and(|age| !age.contains('/'));
     (is_age || is_snapshot_name(name)).then(|| (Path::new(std::ffi::OsStr::from_bytes(&bytes[..at])), name))
-}
-
-/// `DISK@NAME`, of a name as [`split`] finds it.
-pub fn joined(disk: &Path, name: &str) -> PathBuf {
-    let state = [disk.as_os_str().as_bytes(), b"@", name.as_bytes()].concat();
-    std::ffi::OsString::from_vec(state).into()
 }
 
 fn refuse_unserved(command: &mut Command) -> Result<()> {
@@ -260,7 +253,7 @@ pub fn delete(args: &SnapshotDeleteArgs, (_, repository): (PathBuf, DirectoryRep
     })
 }
 
-/// Makes a disk that begins as a snapshot. Returns the layer that it stands on.
+/// Clones a snapshot of a tiered disk. Returns the clone's backing file.
 ///
 /// # Errors
 /// No such snapshot; a file that is there; whatever the host or the repository reports.
