@@ -15,6 +15,7 @@
 //! format from its specification and not through `vmstrata-qcow2`, so that the generator and the reader are
 //! two independent readings of one text.
 
+mod answer;
 pub mod bench;
 pub mod build;
 pub mod chain;

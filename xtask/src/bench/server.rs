@@ -10,10 +10,15 @@ use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 
 use super::client::{Client, Target};
+use crate::answer::wait_for_answer;
 
 /// Stock QEMU needs 14 s for 1,000 layers on a fast machine; this is for a slow one.
 const OPEN_MAX: Duration = Duration::from_secs(120);
 const STOP_MAX: Duration = Duration::from_secs(30);
+
+fn log(dir: &TempDir) -> String {
+    fs::read_to_string(dir.path().join("log")).unwrap_or_default()
+}
 
 /// Who serves the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -188,26 +193,14 @@ impl Server {
         })
     }
 
-    fn until<T>(&mut self, mut ready: impl FnMut() -> Result<T>) -> Result<T> {
-        let start = Instant::now();
-        loop {
-            let error = match ready() {
-                Ok(value) => return Ok(value),
-                Err(error) => error,
-            };
-            if let Some(status) = self.child.try_wait()? {
-                bail!("{} ended with {status}: {}", self.kind.label(), self.log());
-            }
-            if start.elapsed() > OPEN_MAX {
-                return Err(error.context(format!("{} does not answer: {}", self.kind.label(), self.log())));
-            }
-            std::thread::sleep(Duration::from_micros(200));
-        }
+    fn until<T>(&mut self, ready: impl FnMut() -> Result<T>) -> Result<T> {
+        let said = || log(&self.dir);
+        wait_for_answer(&mut self.child, self.kind.label(), OPEN_MAX, said, ready)
     }
 
     /// What the server printed so far.
     pub fn log(&self) -> String {
-        fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
+        log(&self.dir)
     }
 
     /// Resident memory in bytes without what it shares with clients.

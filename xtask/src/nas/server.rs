@@ -5,7 +5,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 use tempfile::TempDir;
@@ -13,6 +13,7 @@ use tempfile::TempDir;
 use super::link::{self, MOUNT_PORT, NFS_PORT};
 use super::network::{NAS, Network, left_over};
 use super::proxy::Proxy;
+use crate::answer::wait_for_answer;
 
 /// Where files lie in memory.
 const MEMORY: &str = "/dev/shm";
@@ -63,19 +64,9 @@ impl Nas {
         let out = File::options().create(true).append(true).open(self.dir.path().join("out"))?;
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
         let mut child = command.spawn()?;
-        let start = Instant::now();
-        while let Err(error) = self.answers() {
-            let said = || {
-                [&log, &self.dir.path().join("out")].map(|path| fs::read_to_string(path).unwrap_or_default())
-            };
-            if let Some(status) = child.try_wait()? {
-                bail!("nfs-ganesha ended with {status}: {}", said().concat());
-            }
-            if start.elapsed() > UP_MAX {
-                bail!("nfs-ganesha does not answer ({error}): {}", said().concat());
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        let outs = [log, self.dir.path().join("out")];
+        let said = || outs.each_ref().map(|path| fs::read_to_string(path).unwrap_or_default()).concat();
+        wait_for_answer(&mut child, "nfs-ganesha", UP_MAX, said, || self.answers())?;
         // Its namespace ends it.
         std::thread::spawn(move || child.wait());
         Ok(())

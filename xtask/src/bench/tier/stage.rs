@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use vmstrata_repo::Repository as _;
 use vmstrata_tier::is_object_name;
 
@@ -17,6 +17,7 @@ use super::super::history::take::timed as timed_by;
 use super::super::load::{Access, Load, Outcome, Watch};
 use super::super::results::quantile;
 use super::Options;
+use crate::answer::wait_for_answer;
 use crate::nas::host::{self, Host};
 use crate::nas::{Nas, NfsRepository};
 
@@ -117,15 +118,13 @@ impl Stage<'_> {
         let log = self.dir.join(format!("{name}.log"));
         let out = File::create(&log)?;
         let mut child = command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out).spawn()?;
-        let start = Instant::now();
-        loop {
-            match Client::connect(&Target::VhostUser(socket.clone()), SEED, false) {
-                Ok(client) => return Ok(Peer { client, child }),
-                Err(error) if start.elapsed() > OPEN_MAX || child.try_wait()?.is_some() => {
-                    let _ = child.kill();
-                    bail!("QEMU does not serve: {error:#}: {}", fs::read_to_string(&log)?);
-                }
-                Err(_) => thread::sleep(Duration::from_millis(10)),
+        let said = || fs::read_to_string(&log).unwrap_or_default();
+        let connect = || Client::connect(&Target::VhostUser(socket.clone()), SEED, false);
+        match wait_for_answer(&mut child, "QEMU", OPEN_MAX, said, connect) {
+            Ok(client) => Ok(Peer { client, child }),
+            Err(error) => {
+                let _ = child.kill();
+                Err(error)
             }
         }
     }
