@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use support::killed::{calls, killed_at, some_of};
+use support::loop_device::LoopDevice;
 use support::server::Server;
 use support::{
     Holder, Images, assert_clean, run, run_err, run_json, run_ok, stderr, tool, tool_ok, vmstrata,
@@ -563,23 +564,6 @@ fn a_disk_is_backed_up_in_one_step() {
     let restored = images.name("restored.qcow2");
     run_ok(["restore", &full, &inc, "-o", &restored]);
     assert_same(&images.name("web.tue.qcow2"), &restored);
-}
-
-/// A loop device over a file, detached on drop; `None` without the right or the means to make one.
-struct LoopDevice(String);
-
-impl LoopDevice {
-    fn over(file: &Path) -> Option<Self> {
-        let output = Command::new("losetup").args(["--find", "--show"]).arg(file).output().ok()?;
-        let device = String::from_utf8(output.stdout).ok()?.trim().to_owned();
-        (output.status.success() && !device.is_empty()).then_some(Self(device))
-    }
-}
-
-impl Drop for LoopDevice {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
-    }
 }
 
 #[test]

@@ -79,6 +79,13 @@ impl Nas {
         self.images.path("nas/away")
     }
 
+    /// Has the server publish the rest, and ends it.
+    fn end(&self, server: Server) {
+        server.ask_ok(["tier", "sync", "web"]);
+        self.assert_published();
+        assert!(server.stop().success());
+    }
+
     /// Stock tools find all layers clean, and read at the disk's path what the model has.
     fn assert_published(&self) {
         let layers = fs::read_dir(self.repository()).unwrap().map(|entry| entry.unwrap().path());
@@ -244,9 +251,7 @@ fn a_disk_that_is_removed_unpublished_says_so_and_is_served_again() {
     server.ask_ok(["disk", "add", &nas.args("a", 600)[1]]);
     wait_until("the epoch that was cut", || tier(&server)["epoch"] == 2);
     nas.write(&server, "write -P 2 0 64k");
-    server.ask_ok(["tier", "sync", "web"]);
-    nas.assert_published();
-    assert!(server.stop().success());
+    nas.end(server);
 }
 
 #[test]
@@ -261,9 +266,7 @@ fn what_does_not_go_with_tiers_is_refused_by_name() {
     server.ask_ok(["resize", &nas.path, "96M"]);
     tool_ok("qemu-img", ["resize", "-q", &nas.model, "96M"]);
     nas.write(&server, "write -P 2 80M 1M");
-    server.ask_ok(["tier", "sync", "web"]);
-    nas.assert_published();
-    assert!(server.stop().success());
+    nas.end(server);
     for command in [&["resize", &nas.path, "128M"][..], &["snapshot", "create", &nas.path, "--name", "mon"]] {
         let refused = run_err(1, command.iter().copied());
         assert!(refused.contains("is a tiered disk"), "{refused}");
@@ -395,9 +398,7 @@ fn reads_of_what_the_cache_lacks_wait_for_the_repository_and_all_else_goes_on() 
     let cache = &tier(&server)["cache"];
     assert!(cache["fetched_chunks"].as_u64() > Some(1), "{cache}");
     assert!(cache["bytes"].as_u64() < cache["max_bytes"].as_u64(), "{cache}");
-    server.ask_ok(["tier", "sync", "web"]);
-    nas.assert_published();
-    assert!(server.stop().success());
+    nas.end(server);
 }
 
 #[test]
@@ -418,9 +419,7 @@ fn flushes_wait_in_an_outage_of_a_disk_that_is_to_stall() {
     assert!(guest.try_wait().unwrap().is_none());
     fs::rename(nas.away(), nas.repository()).unwrap();
     assert!(guest.wait().unwrap().success());
-    server.ask_ok(["tier", "sync", "web"]);
-    nas.assert_published();
-    assert!(server.stop().success());
+    nas.end(server);
 }
 
 #[test]
@@ -556,9 +555,7 @@ fn writes_wait_in_an_outage_that_has_used_up_its_budget() {
     assert!(guest.try_wait().unwrap().is_none());
     fs::rename(nas.away(), nas.repository()).unwrap();
     assert!(guest.wait().unwrap().success());
-    server.ask_ok(["tier", "sync", "web"]);
-    nas.assert_published();
-    assert!(server.stop().success());
+    nas.end(server);
 }
 
 #[test]

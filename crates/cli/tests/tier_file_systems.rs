@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::OFlags;
+use support::loop_device::LoopDevice;
 use support::server::Server;
 use support::{Images, tool, tool_ok, wait_until};
 use vmstrata_repo::DirectoryRepository;
@@ -37,22 +38,6 @@ impl Drop for Daemon {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
-    }
-}
-
-struct LoopDevice(String);
-
-impl LoopDevice {
-    fn of(file: &Path) -> Option<Self> {
-        let output = Command::new("losetup").args(["--find", "--show"]).arg(file).output().ok()?;
-        let device = String::from_utf8(output.stdout).ok()?.trim().to_owned();
-        (output.status.success() && !device.is_empty()).then_some(Self(device))
-    }
-}
-
-impl Drop for LoopDevice {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
     }
 }
 
@@ -112,7 +97,7 @@ fn write_files(dir: &Path, lives: &Mutex<Vec<Life>>, is_over: &AtomicBool) {
 
 /// Makes sure that a state has what it must have, and nothing that was never written.
 fn judge(state: &Path, mount: &Path, options: &str, check: &[&str], time_ns: u64, lives: &[Life]) {
-    let device = LoopDevice::of(state).expect("a loop device");
+    let device = LoopDevice::over(state).expect("a loop device");
     let mounted = Mount::new(&device, mount, options);
     for (number, life) in (0u64..).zip(lives) {
         let found = fs::read(mount.join("files").join(number.to_string()));
@@ -156,7 +141,7 @@ fn states_are_sound(make: &[&str], options: &str, check: &[&str], count: usize) 
         .unwrap();
     let daemon = Daemon(daemon);
     wait_until("the disk as a file", || file.metadata().is_ok_and(|about| about.len() > 0));
-    let Some(device) = LoopDevice::of(&file) else {
+    let Some(device) = LoopDevice::over(&file) else {
         eprintln!("not tested: file systems need root and loop devices");
         return;
     };

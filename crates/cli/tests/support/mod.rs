@@ -8,6 +8,7 @@
 pub mod contract;
 pub mod http;
 pub mod killed;
+pub mod loop_device;
 pub mod server;
 pub mod trial;
 
