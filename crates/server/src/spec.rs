@@ -521,9 +521,13 @@ mod tests {
 
     #[test]
     fn a_rate_of_tiered_disks_is_a_size_of_some_bytes() {
-        for (text, bytes) in
-            [("64K", Ok(64 << 10)), ("40M/s", Ok(40 << 20)), ("65535", Err(65535)), ("0", Err(0)), ("2P", Err(2 << 50))]
-        {
+        for (text, bytes) in [
+            ("64K", Ok(64 << 10)),
+            ("40M/s", Ok(40 << 20)),
+            ("65535", Err(65535)),
+            ("0", Err(0)),
+            ("2P", Err(2 << 50)),
+        ] {
             let expected = bytes.map_err(|bytes| TierRateError::Range { bytes });
             assert_eq!(parse_tier_rate(text).map(NonZeroU64::get), expected, "{text}");
         }

@@ -54,13 +54,13 @@ Then serve the disk: vmstrata serve --disk path=/mnt/nas/vms/web.qcow2,tier=/var
     /// Show what keeps states of a disk in its repository, or release what a lost host or a killed command has left there
     #[command(
         after_help = "Examples:\n  vmstrata tier pins /mnt/nas/vms/web.qcow2\n  vmstrata tier pins /mnt/nas/vms/web.qcow2 --release 18fae2b06f0e9d41c1f6f8a97b1c22aa --yes\n\n\
-A copy's pin is what that copy stands on: release it only if the host, or its directory, is gone for good. The layers go ten minutes later."
+A host's copy of the disk needs the layers that its pin keeps. Release that pin only if the host or its directory is lost. The layers are deleted ten minutes later."
     )]
     Pins(PinsArgs),
     /// List the copies of a disk that were put aside on this host when another one took the disk over, or delete one
     #[command(
         after_help = "Examples:\n  vmstrata tier branches /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata\n  vmstrata tier branches /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --drop web-1f0c66ab.branch-0c1d2e3f --yes\n\nA branch has \
-what this host wrote and did not publish. The image in it is that state of the disk, as long as the layers exist that it stands on."
+what this host wrote and did not publish. The image in it has that state of the disk while its backing files exist."
     )]
     Branches(BranchesArgs),
     /// Make a tiered disk an ordinary image again, at its path

@@ -237,7 +237,7 @@ fn branches(args: &BranchesArgs) -> Result<()> {
 #[derive(Debug, Serialize)]
 struct Detached {
     disk: String,
-    /// The directory of the layers that it stands on.
+    /// The directory of its backing files.
     #[serde(skip_serializing_if = "Option::is_none")]
     layers: Option<String>,
 }
@@ -270,7 +270,7 @@ fn detach(args: &DetachArgs) -> Result<()> {
     let layers = stands_on.and_then(|layer| Some(path_to_text(layer.parent()?)));
     let detached = Detached { disk: path_to_text(&place.path), layers };
     answer(args.json, &detached, || {
-        let stands = detached.layers.iter().map(|layers| format!(", which stands on the layers in {layers}"));
+        let stands = detached.layers.iter().map(|layers| format!("; its backing files are in {layers}"));
         format!("detached: {} is an ordinary image{}\n", detached.disk, stands.collect::<String>())
     })
 }
@@ -307,7 +307,7 @@ pub fn cache_line(cache: &TierCache) -> String {
     format!("cache {directory}: {used} of {most}, {} fetched", counted(*fetched_chunks, "chunk"))
 }
 
-/// What the guest notices of it, and what somebody asked for.
+/// Holds, slowed writes, and waiting writes and flushes.
 fn noticed(status: &TierStatus) -> String {
     let held = status.held_seconds.map(|seconds| format!("HELD on this host for {} more", duration(seconds)));
     let slowed = status.slowed_to_bytes_a_second;

@@ -396,7 +396,7 @@ impl Running {
             .inspect_err(|_| target::give_back(&top, &target))
     }
 
-    /// Lets a frozen layer grow, which is to stand on `below`.
+    /// Opens a frozen layer for writing, to make `below` its backing file.
     pub(super) fn grow(
         &mut self,
         chain: &[ChainFile],

@@ -25,12 +25,12 @@ use crate::{Format, OpenOptions};
 use super::merge::Running;
 
 impl Disk {
-    /// Has the frozen layer at `layer` stand on the qcow2 chain at `below`, in place of what is below it. Whoever asks knows that both
-    /// chains read the same where `layer` and the layers above it say nothing.
+    /// Makes the qcow2 image `below` the backing file of the frozen layer `layer`. The caller guarantees that the old and the new backing
+    /// chain read the same wherever `layer` and the layers above it have nothing.
     ///
     /// # Errors
     /// No such layer, or none below it; one that another disk or process uses; a merge that runs; a header without room for the name;
-    /// a chain that cannot be read; a host that cannot write. The layer then stands on the one or on the other.
+    /// a chain that cannot be read; a host that cannot write. The layer then has the old backing file or the new one.
     pub fn rebase(self: &Arc<Self>, layer: &Path, below: &Path) -> Result<()> {
         let (mut running, mut copier) = Running::begin_rebase(self, layer, below)?;
         let relinked = running.relink(&mut copier);
