@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use xtask::bench::server::{self, Server};
-use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, serve, spread};
+use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, kill_and_serve, serve, spread};
 
 const LAYERS: u32 = 20;
 const ROUNDS: u32 = 6;
@@ -73,9 +73,7 @@ fn kill_until_done(server: &mut Server, vm: &mut Vm) -> u32 {
             return kills;
         }
         assert!(start.elapsed() < WORKLOAD_MAX, "after {kills} kills:\n{}\n{}", vm.console(), server.log());
-        server.crash().unwrap();
-        server.restart().unwrap();
-        server.wait_for_vhost_user().unwrap();
+        kill_and_serve(server, vm).unwrap_or_else(|error| panic!("{error:#}\nserver:\n{}", server.log()));
         kills += 1;
     }
 }

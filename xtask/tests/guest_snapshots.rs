@@ -8,11 +8,11 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use xtask::bench::server::{self, Server};
-use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, judge, serve, spread};
+use xtask::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, judge, kill_and_serve, serve, spread};
 
 const ROUNDS: u32 = 4;
 const SNAPSHOTS_MIN: usize = 8;
-const BETWEEN_SNAPSHOTS: Duration = Duration::from_millis(150);
+const BETWEEN_SNAPSHOTS: Duration = Duration::from_millis(50);
 /// Snapshots from one kill to the next.
 const KILL_EVERY: usize = 5;
 const WORKLOAD_MAX: Duration = Duration::from_secs(600);
@@ -63,9 +63,7 @@ fn snapshots_until_done(server: &mut Server, vm: &mut Vm, top: &Path) -> Vec<Pat
         layers
             .push(top.with_file_name(format!("{}.{name}.qcow2", top.file_stem().unwrap().to_str().unwrap())));
         if layers.len() % KILL_EVERY == 0 {
-            server.crash().unwrap();
-            server.restart().unwrap();
-            server.wait_for_vhost_user().unwrap();
+            kill_and_serve(server, vm).unwrap_or_else(|error| panic!("{error:#}\nserver:\n{}", server.log()));
         }
     }
 }

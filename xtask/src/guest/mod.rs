@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 pub use image::RootImage;
-pub use served::{Export, ServedGuest, must, serve};
+pub use served::{Export, ServedGuest, kill_and_serve, must, serve};
 pub use vm::{Attach, Hardware, Task, Vm};
 
 use crate::bench::server::{Disk, Kind, Server};

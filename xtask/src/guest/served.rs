@@ -3,11 +3,17 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
 use super::{Attach, Guest, Hardware, Task, Vm};
 use crate::bench::server::{self, Disk, Kind, Server};
+
+/// Between two looks at whether a guest is served.
+const LOOK: Duration = Duration::from_millis(20);
+/// A guest that works asks for something within this time.
+const SERVED_MAX: Duration = Duration::from_secs(60);
 
 /// How the guest gets to its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -181,6 +187,32 @@ pub fn serve(disk: &Path) -> Result<Server> {
     server.wait_for_vhost_user()?;
     server.wait_for_nbd()?;
     Ok(server)
+}
+
+/// Kills a server, and starts it again, until it has answered a request of its guest, or the guest is done.
+///
+/// QEMU before 8.2 never comes back to a server that is killed while it connects.
+///
+/// # Errors
+/// When the server does not come that far, or the guest complains of its disk.
+pub fn kill_and_serve(server: &mut Server, vm: &mut Vm) -> Result<()> {
+    server.crash()?;
+    server.restart()?;
+    server.wait_for_vhost_user()?;
+    let begun = Instant::now();
+    while requests(server)? == 0 && !vm.saw("guest: done", LOOK)? {
+        ensure!(begun.elapsed() < SERVED_MAX, "the guest asks for nothing: {}", vm.console());
+    }
+    Ok(())
+}
+
+/// Requests that a server has taken by vhost-user.
+fn requests(server: &Server) -> Result<u64> {
+    let mut status = Command::new(server::vmstrata());
+    let said = must(status.args(["status", "--json", "--control"]).arg(server.control()))?;
+    let status: serde_json::Value = serde_json::from_slice(&said.stdout)?;
+    let exports = status["exports"].as_array().context("no exports")?;
+    Ok(exports.iter().filter_map(|export| export["counters"]["requests"].as_u64()).sum())
 }
 
 /// Runs a command that has to succeed.

@@ -24,7 +24,7 @@ use rand::{Rng as _, SeedableRng as _};
 
 use crate::bench::server::{self, Kind, Server};
 use crate::build;
-use crate::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, judge, spread};
+use crate::guest::{Attach, BOOT_MAX, Guest, RootImage, Task, UP, Vm, judge, kill_and_serve, spread};
 use deletes::Deleter;
 use disk::Disk;
 use progress::{Progress, Who};
@@ -132,7 +132,7 @@ fn work(
         ensure!(!done, "the guest ended by itself");
         let (taken, all) = (outcome.snapshots, options.snapshots);
         progress.now(Who::Taker, format!("{taken} of {all} snapshots, {} kills", outcome.kills));
-        take_one(options, disk, server, outcome, &mut random)?;
+        take_one(options, disk, (server, &mut vm), outcome, &mut random)?;
         deleter.check()?;
     }
     progress.now(Who::Taker, format!("all {} snapshots, {} kills", outcome.snapshots, outcome.kills));
@@ -171,14 +171,14 @@ fn check_names(disk: &Disk, taken: usize, deleted: &[String]) -> Result<()> {
 fn take_one(
     options: &Options,
     disk: &Disk,
-    server: &mut Server,
+    (server, vm): (&mut Server, &mut Vm),
     outcome: &mut Outcome,
     random: &mut SmallRng,
 ) -> Result<()> {
     let name = name_of(outcome.snapshots);
     if options.kill_every > 0 && random.random_range(0..options.kill_every) == 0 {
         let within = random.random_range(Duration::ZERO..KILL_WITHIN);
-        outcome.snapshots += usize::from(killed(disk, server, &name, within)?);
+        outcome.snapshots += usize::from(killed(disk, (server, vm), &name, within)?);
         outcome.kills += 1;
     } else {
         disk.take(&name)?;
@@ -188,13 +188,11 @@ fn take_one(
 }
 
 /// Kills the server while it takes a snapshot, and starts it again; returns whether the snapshot is there.
-fn killed(disk: &Disk, server: &mut Server, name: &str, within: Duration) -> Result<bool> {
+fn killed(disk: &Disk, (server, vm): (&mut Server, &mut Vm), name: &str, within: Duration) -> Result<bool> {
     let mut asked = disk.ask(&["create", "--name", name]).spawn()?;
     sleep(within);
-    server.crash()?;
+    kill_and_serve(server, vm)?;
     asked.wait()?;
-    server.restart()?;
-    server.wait_for_vhost_user()?;
     Ok(disk.names()?.iter().any(|known| known == name))
 }
 
