@@ -73,8 +73,11 @@ fn kill_until_done(server: &mut Server, vm: &mut Vm) -> u32 {
             return kills;
         }
         assert!(start.elapsed() < WORKLOAD_MAX, "after {kills} kills:\n{}\n{}", vm.console(), server.log());
-        kill_and_serve(server, vm).unwrap_or_else(|error| panic!("{error:#}\nserver:\n{}", server.log()));
+        let served = kill_and_serve(server, vm);
         kills += 1;
+        if served.unwrap_or_else(|error| panic!("{error:#}\nserver:\n{}", server.log())) {
+            return kills;
+        }
     }
 }
 

@@ -63,7 +63,10 @@ fn snapshots_until_done(server: &mut Server, vm: &mut Vm, top: &Path) -> Vec<Pat
         layers
             .push(top.with_file_name(format!("{}.{name}.qcow2", top.file_stem().unwrap().to_str().unwrap())));
         if layers.len() % KILL_EVERY == 0 {
-            kill_and_serve(server, vm).unwrap_or_else(|error| panic!("{error:#}\nserver:\n{}", server.log()));
+            let served = kill_and_serve(server, vm);
+            if served.unwrap_or_else(|error| panic!("{error:#}\nserver:\n{}", server.log())) {
+                return layers;
+            }
         }
     }
 }

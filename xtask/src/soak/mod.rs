@@ -191,7 +191,7 @@ fn take_one(
 fn killed(disk: &Disk, (server, vm): (&mut Server, &mut Vm), name: &str, within: Duration) -> Result<bool> {
     let mut asked = disk.ask(&["create", "--name", name]).spawn()?;
     sleep(within);
-    kill_and_serve(server, vm)?;
+    ensure!(!kill_and_serve(server, vm)?, "the guest ended by itself");
     asked.wait()?;
     Ok(disk.names()?.iter().any(|known| known == name))
 }
