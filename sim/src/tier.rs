@@ -256,7 +256,7 @@ impl Book {
                 fail(&format!("{name} stands on {:?}, not on {below:?}", layer.below));
             }
             // Of a layer of one chunk, the digest is that of the whole.
-            let name = object.id.digests_name();
+            let name = object.id.companion_name();
             if self.objects.get(name.as_str()).is_none_or(|list| list[..] != *object.blake3.as_bytes()) {
                 fail(&format!("{name} of epoch {} is not there, or not right", epoch.number));
             }

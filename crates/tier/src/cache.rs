@@ -38,7 +38,8 @@ use vmstrata_disk::merge::available_bytes;
 use vmstrata_store::{Access, Directory, Fetched, FileOptions, FileStore, Hold, Place, Store};
 use vmstrata_types::HostOffset;
 
-use crate::digests::{CHUNK, Digests};
+use crate::companion::Companion;
+use crate::digests::CHUNK;
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
 use crate::lock::lock_within;
@@ -157,7 +158,7 @@ pub(crate) struct Cached {
     token: ArcSwap<()>,
     /// While a disk has it open.
     file: Mutex<Option<Weak<dyn Store>>>,
-    digests: Mutex<Option<Arc<Digests>>>,
+    companion: Mutex<Option<Arc<Companion>>>,
     /// Who waits for a chunk that is fetched.
     waiting: Mutex<HashMap<usize, Vec<Waiter>>>,
 }
@@ -206,7 +207,7 @@ impl Cached {
             chunks: bytemuck::zeroed_slice_box(len.div_ceil(CHUNK) as usize),
             token: ArcSwap::default(),
             file: Mutex::default(),
-            digests: Mutex::default(),
+            companion: Mutex::default(),
             waiting: Mutex::default(),
         }
     }
@@ -268,14 +269,17 @@ impl Cached {
         self.object.lock().get_or_insert(*object) == object
     }
 
-    /// The digests of its chunks, which `load` gets if they are not known yet.
-    pub(crate) fn digests<E>(&self, load: impl FnOnce() -> Result<Digests, E>) -> Result<Arc<Digests>, E> {
-        let mut digests = self.digests.lock();
-        if let Some(digests) = &*digests {
-            return Ok(Arc::clone(digests));
+    /// Its companion, which `load` gets if it is not known yet.
+    pub(crate) fn companion<E>(
+        &self,
+        load: impl FnOnce() -> Result<Companion, E>,
+    ) -> Result<Arc<Companion>, E> {
+        let mut companion = self.companion.lock();
+        if let Some(companion) = &*companion {
+            return Ok(Arc::clone(companion));
         }
         let loaded = Arc::new(load()?);
-        *digests = Some(Arc::clone(&loaded));
+        *companion = Some(Arc::clone(&loaded));
         Ok(loaded)
     }
 
@@ -486,8 +490,8 @@ impl Cache {
             }
             if (0..layer.chunks.len()).all(|chunk| layer.state(chunk) == State::MISSING) {
                 place.remove()?;
-                // Its digests may not have been kept.
-                let _ = self.digests_place(id).remove();
+                // Its companion may not have been kept.
+                let _ = self.companion_place(id).remove();
             } else {
                 room.add(Arc::new(layer));
             }
@@ -545,24 +549,24 @@ impl Cache {
         self.dir.place(format!("{id}{CHUNKS_SUFFIX}"))
     }
 
-    fn digests_place(&self, id: ObjectId) -> Place {
-        self.dir.place(id.digests_name().as_str())
+    fn companion_place(&self, id: ObjectId) -> Place {
+        self.dir.place(id.companion_name().as_str())
     }
 
-    /// The list of digests that was kept of a layer, whatever it is worth.
-    pub(crate) fn kept_digests(&self, object: &Object) -> io::Result<Vec<u8>> {
-        let file = self.digests_place(object.id).open(Access::ReadOnly)?;
+    /// The companion that was kept of a layer, whatever it is worth.
+    pub(crate) fn kept_companion(&self, object: &Object) -> io::Result<Vec<u8>> {
+        let file = self.companion_place(object.id).open(Access::ReadOnly)?;
         let mut bytes = Vec::new();
-        file.take(Digests::encoded_len(object.bytes) + 1).read_to_end(&mut bytes)?;
+        file.take(Companion::encoded_len_max(object.bytes)).read_to_end(&mut bytes)?;
         Ok(bytes)
     }
 
-    /// Keeps a list of digests.
+    /// Keeps a companion.
     ///
     /// # Errors
     /// Whatever the host reports.
-    pub(crate) fn keep_digests(&self, id: ObjectId, bytes: &[u8]) -> io::Result<()> {
-        let mut file = self.digests_place(id).open_or_create(PRIVATE)?;
+    pub(crate) fn keep_companion(&self, id: ObjectId, bytes: &[u8]) -> io::Result<()> {
+        let mut file = self.companion_place(id).open_or_create(PRIVATE)?;
         file.set_len(0)?;
         file.write_all(bytes)
     }

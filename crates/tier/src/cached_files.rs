@@ -12,8 +12,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::RwLock;
 use vmstrata_disk::{IoContext as _, LocalFiles, Opened, Opener, Role};
 use vmstrata_repo::Repository;
-use vmstrata_store::{Fetch as _, FileIdentity, Gate};
-use vmstrata_types::HostOffset;
+use vmstrata_store::{FileIdentity, Gate};
 
 use crate::cache::Cache;
 use crate::error::{Error, Result};
@@ -69,16 +68,14 @@ impl ReadThrough {
 }
 
 impl CachedFiles {
-    /// From now on, chains get these layers of the repository in the directory `dir` through the cache. Asks for the first bytes of
-    /// each, without waiting: a chain that is opened reads those first.
+    /// From now on, chains get these layers of the repository in the directory `dir` through the cache. Asks for the tables of each: a chain
+    /// that is opened reads those first.
     ///
     /// # Errors
     /// A directory that is not there; what [`Remote::layer`] reports.
     pub fn add(&self, dir: &Path, remote: &Arc<Remote>, objects: &[Object]) -> Result<()> {
         let resolved = dir.canonicalize().map_err(|source| Error::Cache { path: dir.to_owned(), source })?;
-        for object in objects {
-            remote.layer(object)?.fetch(HostOffset::ZERO, 1, Box::new(drop));
-        }
+        remote.prepare(objects)?;
         let named = |object: &Object| {
             let layer = Layer { remote: Arc::clone(remote), object: *object };
             (OsString::from(object.id.layer_name().as_str()), layer)

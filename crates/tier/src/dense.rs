@@ -30,6 +30,7 @@ use vmstrata_repo::Repository;
 use vmstrata_store::Segment;
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange, HostOffset};
 
+use crate::digests::CHUNK;
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
 use crate::object::{Shipment, ship};
@@ -94,7 +95,7 @@ pub fn ship_merged(
     }
     plan.pack();
     ship(repository, plan.zeros(), |shipment| {
-        plan.write_tables(below, |bytes| shipment.put(bytes))?;
+        plan.write_tables(below, |bytes| shipment.put_tables(bytes))?;
         plan.write_data(&disk, shipment, is_given_up)
     })
 }
@@ -311,16 +312,18 @@ impl Plan {
         }
     }
 
-    /// Puts all but the host clusters.
+    /// Puts all but the host clusters: whole chunks.
     fn write_tables(&self, below: Option<ObjectId>, mut put: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let tables: Vec<&[Cluster]> =
             self.clusters.chunk_by(|one, next| l1_index(one) == l1_index(next)).collect();
         let l1_clusters = (GEOMETRY.l1_entries(self.size) * ENTRY_LEN).div_ceil(CLUSTER.size());
-        let others = 1 + l1_clusters + tables.len() as u64 + self.counts.len() as u64;
+        // With one between tables and data, perhaps.
+        let others = 2 + l1_clusters + tables.len() as u64 + self.counts.len() as u64;
         let refcounts = Refcounts::for_clusters(CLUSTER, RefcountOrder::DEFAULT, 1, others);
         let l1 = 1 + refcounts.clusters();
         let l2 = l1 + l1_clusters;
-        let data = l2 + tables.len() as u64;
+        let tables_end = l2 + tables.len() as u64;
+        let data = tables_end.next_multiple_of(CHUNK >> CLUSTER.get());
         let at = |cluster: u64| HostOffset::new(cluster << CLUSTER.get());
         let backing = below.map(|below| NewBacking {
             name: below.layer_name().as_str().into(),
@@ -335,7 +338,7 @@ impl Plan {
         let header = first_cluster(&options, &Places { l1: at(l1), refcounts });
         put(&header.map_err(|error: CreateError| DiskError::from(error))?)?;
         let count = |cluster: u64| match cluster.checked_sub(data) {
-            None => 1,
+            None => u64::from(cluster < tables_end),
             Some(host) => self.counts.get(host as usize).copied().map_or(0, u64::from),
         };
         refcounts.bytes(CLUSTER, count).try_for_each(|cluster| put(&cluster))?;
@@ -360,7 +363,7 @@ impl Plan {
             table.resize(CLUSTER.size() as usize, 0);
             put(&table)?;
         }
-        Ok(())
+        put(&vec![0; ((data - tables_end) << CLUSTER.get()) as usize])
     }
 
     /// Puts the host clusters.

@@ -22,9 +22,9 @@ const COUNT_MAX: u64 = 999_999_999_999;
 pub(crate) const HEAD_PREFIX: &str = "head-";
 /// Begins the names of the snapshots that are epochs.
 const EPOCH_PREFIX: &str = "epoch-";
-/// Ends the names of layers, and of the digests of their chunks.
+/// Ends the names of layers, and of what lies beside them.
 const LAYER_SUFFIX: &str = ".qcow2";
-const DIGESTS_SUFFIX: &str = ".blake3";
+const COMPANION_SUFFIX: &str = ".meta";
 /// Begins the names of pins.
 pub(crate) const PIN_PREFIX: &str = "pin-";
 const VERSION: u32 = 1;
@@ -197,19 +197,19 @@ impl ObjectId {
         self.named(LAYER_SUFFIX)
     }
 
-    /// The file name of the digests of its chunks.
-    pub fn digests_name(self) -> ObjectName {
-        self.named(DIGESTS_SUFFIX)
+    /// The file name of the companion of the layer with this id.
+    pub fn companion_name(self) -> ObjectName {
+        self.named(COMPANION_SUFFIX)
     }
 
     fn named(self, suffix: &str) -> ObjectName {
         ObjectName::new(&format!("{self}{suffix}")).expect("digits, letters and a dot")
     }
 
-    /// The id of the layer, or of the layer whose digests have this name.
+    /// The id of the layer, or of the layer whose companion has this name.
     pub fn of(name: &str) -> Option<Self> {
         let id: Self = name.split('.').next()?.parse().ok()?;
-        [id.layer_name(), id.digests_name()].iter().any(|own| own.as_str() == name).then_some(id)
+        [id.layer_name(), id.companion_name()].iter().any(|own| own.as_str() == name).then_some(id)
     }
 }
 
@@ -440,12 +440,12 @@ mod tests {
     }
 
     #[test]
-    fn objects_are_heads_layers_digests_and_pins() {
+    fn objects_are_heads_layers_companions_and_pins() {
         let (layer, pin) = (ObjectId(7).layer_name(), PinId(7).name());
         assert!([layer.as_str(), pin.as_str(), "head-000000000012"].into_iter().all(is_object_name));
-        assert_eq!(ObjectId::of(ObjectId(7).digests_name().as_str()), Some(ObjectId(7)));
+        assert_eq!(ObjectId::of(ObjectId(7).companion_name().as_str()), Some(ObjectId(7)));
         let upper = layer.as_str().to_uppercase();
-        for other in ["web.qcow2", "7.qcow2", "7.blake3", "head-12", "pin-7", &upper, "lock"] {
+        for other in ["web.qcow2", "7.qcow2", "7.meta", "head-12", "pin-7", &upper, "lock"] {
             assert!(!is_object_name(other), "{other}");
         }
     }

@@ -26,6 +26,7 @@
 //! | `retain` | what may be deleted |
 //! | [`object`](ship) | how a layer gets into the repository |
 //! | `digests` | what proves a part of a layer |
+//! | `companion` | what lies beside a layer: digests, and its tables packed |
 //!
 //! Invariants: two processes never publish one disk; a head names complete layers only; what a claim takes over is what was
 //! published last; what the newest head, a pin, or a head of the last ten minutes names is there.
@@ -36,6 +37,7 @@ mod attach;
 mod branch;
 mod cache;
 mod cached_files;
+mod companion;
 mod copies;
 mod dense;
 mod detach;

@@ -3,6 +3,7 @@
 use vmstrata_repo::{NewObject, ObjectName, ObjectReader, Repository};
 use vmstrata_store::Planted;
 
+use crate::companion::{Companion, Packer};
 use crate::digests::{Digester, Digests};
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
@@ -24,13 +25,15 @@ pub struct Shipment {
     name: ObjectName,
     object: Box<dyn NewObject>,
     digester: Digester,
+    tables: Packer,
     stored: u64,
 }
 
 impl Shipment {
     pub(crate) fn begin(repository: &dyn Repository, name: ObjectName) -> Result<Self> {
         let object = repository.create_new(&name, 1)?;
-        Ok(Self { repository: repository.describe(), name, object, digester: Digester::default(), stored: 0 })
+        let (repository, digester, tables) = (repository.describe(), Digester::default(), Packer::default());
+        Ok(Self { repository, name, object, digester, tables, stored: 0 })
     }
 
     /// Adds bytes at its end.
@@ -41,6 +44,15 @@ impl Shipment {
         self.digester.update(bytes);
         self.stored += stored_bytes(bytes);
         Ok(self.object.write(bytes)?)
+    }
+
+    /// Adds bytes at its end that its companion has as well. They come before all others, whole chunks together.
+    ///
+    /// # Errors
+    /// As [`Shipment::put`].
+    pub(crate) fn put_tables(&mut self, bytes: &[u8]) -> Result<()> {
+        self.tables.update(bytes);
+        self.put(bytes)
     }
 
     /// Gives the object its name, once the repository has all of it on stable storage and gives it back as it was written.
@@ -70,7 +82,7 @@ fn read(object: &dyn ObjectReader) -> Result<(Digests, u64)> {
     Ok((digester.finish(), stored))
 }
 
-/// Ships a layer whose bytes `write` puts, and which says of so much of the disk that it is zeros, and the digests of its chunks. When this
+/// Ships a layer whose bytes `write` puts, and which says of so much of the disk that it is zeros, and its companion. When this
 /// returns, both are complete.
 ///
 /// # Errors
@@ -84,9 +96,9 @@ pub fn ship(
     let id = ObjectId::draw();
     let mut shipment = Shipment::begin(repository, id.layer_name())?;
     write(&mut shipment)?;
-    let stored = shipment.stored;
+    let (stored, tables) = (shipment.stored, std::mem::take(&mut shipment.tables).finish());
     let shipped = shipment.finish().and_then(|digests| {
-        ship_digests(repository, id, &digests).map(|()| digests.object(id, stored, zeros))
+        ship_companion(repository, digests.object(id, stored, zeros), digests, tables)
     });
     if shipped.is_err() {
         // They may be there; what comes later still, the next claim finds.
@@ -95,25 +107,29 @@ pub fn ship(
     shipped
 }
 
-/// Makes a file that has the name of a layer already one that heads can name: reads it, and ships the digests of its chunks.
+/// Makes a file that has the name of a layer already one that heads can name: reads it, and ships its companion.
 ///
 /// # Errors
 /// What the repository reports; [`Error::Corrupt`].
 pub fn adopt(repository: &dyn Repository, id: ObjectId) -> Result<Object> {
     let (digests, stored) = read(&*repository.open(&id.layer_name())?)?;
-    ship_digests(repository, id, &digests)?;
-    Ok(digests.object(id, stored, 0))
+    ship_companion(repository, digests.object(id, stored, 0), digests, Vec::new())
 }
 
-/// Deletes a layer, and the digests of its chunks.
+/// Deletes a layer, and its companion.
 pub(crate) fn remove(repository: &dyn Repository, id: ObjectId) -> vmstrata_repo::Result<()> {
     repository.delete(&id.layer_name())?;
-    repository.delete(&id.digests_name())
+    repository.delete(&id.companion_name())
 }
 
-fn ship_digests(repository: &dyn Repository, id: ObjectId, digests: &Digests) -> Result<()> {
-    let mut shipment = Shipment::begin(repository, id.digests_name())?;
-    shipment.put(&digests.encode())?;
+fn ship_companion(
+    repository: &dyn Repository,
+    object: Object,
+    digests: Digests,
+    tables: Vec<Vec<u8>>,
+) -> Result<Object> {
+    let mut shipment = Shipment::begin(repository, object.id.companion_name())?;
+    shipment.put(&Companion::new(digests, tables).encode())?;
     shipment.finish()?;
-    Ok(())
+    Ok(object)
 }

@@ -9,13 +9,14 @@
 //!
 //! However many wait for a chunk, it is fetched once. A repository has threads of its own while there is something to fetch, so that one
 //! that hangs keeps none from the others. What a repository cannot give is asked for again until it comes, or nobody waits for it any more:
-//! whether and how long reads wait is [`OnMissing`]. Bytes that their digest does not prove are an error at once. Where the cache's files cannot
+//! whether and how long reads wait is [`OnMissing`]. A layer's tables come from its companion, without the layer. Bytes that their digest does not prove are an error at once. Where the cache's files cannot
 //! be written, each read goes to the repository.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -27,18 +28,22 @@ use vmstrata_store::{
 use vmstrata_types::HostOffset;
 
 use crate::cache::{Cache, Cached, Claimed, Failure, Settled, Waiter};
-use crate::digests::Digests;
+use crate::companion::Companion;
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
 
 /// Chunks of a repository that are fetched at a time.
 const THREADS_MAX: usize = 8;
+/// Companions of layers that are read at a time, when a chain is to be opened.
+const PREPARED_AT_ONCE: usize = 128;
 /// For how long a thread without work stays.
 const IDLE: Duration = Duration::from_secs(1);
 /// After which a repository that did not answer is asked again, at first and at most.
 const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
+/// Of a cache's file: one of zeros may be a hole.
+const BLOCK: usize = 4096;
 /// Who says nothing for so long does not answer.
 const SLOW: Duration = Duration::from_secs(3);
 
@@ -135,6 +140,64 @@ impl Remote {
             Error::Cache { path, source }
         })?;
         Ok(CachedLayer(Arc::new(Far { remote: Arc::clone(self), object: *object, cached, file })))
+    }
+
+    /// Brings what lies beside these layers here, and begins to put their tables into the cache: whoever opens their chain reads the tables
+    /// of one after the other. What cannot be had now is asked for again when it is read.
+    ///
+    /// # Errors
+    /// As [`Remote::layer`].
+    pub(crate) fn prepare(self: &Arc<Self>, objects: &[Object]) -> Result<()> {
+        let next = AtomicUsize::new(0);
+        let load = || {
+            while let Some(object) = objects.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if let Ok(cached) = self.cache.layer(object) {
+                    // See above.
+                    let _ = self.companion(object, &cached);
+                }
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 1..PREPARED_AT_ONCE.min(objects.len()) {
+                // Those that are there do more.
+                let _ = thread::Builder::new().name("prepare".to_owned()).spawn_scoped(scope, load);
+            }
+            load();
+        });
+        for object in objects {
+            let layer = self.layer(object)?;
+            let chunks = layer.0.cached.companion(|| Err(())).map_or(0, |companion| companion.chunks());
+            Fetch::fetch(&layer, HostOffset::ZERO, Cached::place_of(chunks).get().max(1), Box::new(drop));
+        }
+        Ok(())
+    }
+
+    /// The companion of a layer: what this host has kept, or else that of the repository.
+    fn companion(&self, object: &Object, cached: &Cached) -> Result<Arc<Companion>, Failure> {
+        cached.companion(|| {
+            let kept = self.cache.kept_companion(object).ok();
+            if let Some(companion) = kept.and_then(|bytes| Companion::decode(&bytes, object)) {
+                return Ok(companion);
+            }
+            let name = object.id.companion_name();
+            let beside = self.repository.open(&name).map_err(|error| failure(&error))?;
+            let refused = || self.other_bytes(name.as_str());
+            if beside.len() > Companion::encoded_len_max(object.bytes) {
+                return Err(refused());
+            }
+            let mut bytes = vec![0; beside.len() as usize];
+            beside.read_at(0, &mut bytes).map_err(|error| failure(&error))?;
+            let companion = Companion::decode(&bytes, object).ok_or_else(refused)?;
+            if let Err(error) = self.cache.keep_companion(object.id, &bytes) {
+                tracing::debug!(%name, %error, "the cache does not keep it: the repository is asked again");
+            }
+            Ok(companion)
+        })
+    }
+
+    fn other_bytes(&self, what: &str) -> Failure {
+        let repository = self.repository.describe();
+        Failure::new(io::ErrorKind::InvalidData, format!("{repository}: {what} is not what was shipped"))
     }
 
     /// The layers' cache.
@@ -283,30 +346,49 @@ impl Far {
     /// Brings a chunk of whose place in the file `left` says what it has.
     fn bring_claimed(&self, chunk: usize, left: &mut Settled) -> Result<Fetched, Failure> {
         let cache = &self.remote.cache;
-        let digests = self.cached.digests(|| self.load_digests())?;
+        let companion = self.remote.companion(&self.object, &self.cached)?;
         let at = Cached::place_of(chunk);
         let mut bytes = vec![0; self.cached.chunk_len(chunk) as usize];
-        let is_found = *left == Settled::Found && self.file.read_exact(&mut bytes, at).is_ok();
-        if is_found && digests.prove(chunk, &bytes) {
+        let may_be_there = *left == Settled::Found;
+        let is_found = may_be_there && self.file.read_exact(&mut bytes, at).is_ok();
+        if is_found && companion.digests.prove(chunk, &bytes) {
             return Ok(Fetched::Here);
         }
-        self.fetch(chunk, &digests, &mut bytes)?;
+        let is_table = companion.unpack(chunk, &mut bytes);
+        if !is_table {
+            self.fetch(chunk, &companion, &mut bytes)?;
+        }
         *left = Settled::Found;
-        let mut written = self.file.write_all(&bytes, at);
+        // Of tables, most is a hole and stays one.
+        let write = || {
+            if is_table && !may_be_there {
+                self.write_data(&bytes, at)
+            } else {
+                self.file.write_all(&bytes, at)
+            }
+        };
+        let mut written = write();
         if matches!(&written, Err(error) if error.kind() == io::ErrorKind::StorageFull) {
             cache.give_up_some();
-            written = self.file.write_all(&bytes, at);
+            written = write();
         }
         cache.note_written(&written);
         Ok(if written.is_ok() { Fetched::Here } else { Fetched::NotKept })
     }
 
+    /// Writes what is not zeros to the cache's file.
+    fn write_data(&self, bytes: &[u8], at: HostOffset) -> io::Result<()> {
+        let blocks = bytes.chunks(BLOCK).zip((at.get()..).step_by(BLOCK));
+        let mut data = blocks.filter(|(block, _)| block.iter().any(|byte| *byte != 0));
+        data.try_for_each(|(block, at)| self.file.write_all(block, HostOffset::new(at)))
+    }
+
     /// Reads a chunk from the repository, and proves it.
-    fn fetch(&self, chunk: usize, digests: &Digests, into: &mut [u8]) -> Result<(), Failure> {
+    fn fetch(&self, chunk: usize, companion: &Companion, into: &mut [u8]) -> Result<(), Failure> {
         let at = Cached::place_of(chunk);
         self.read(at.get(), into)?;
-        if !digests.prove(chunk, into) {
-            return Err(self.other_bytes(&format!("{} at byte {at}", self.object.id.layer_name())));
+        if !companion.digests.prove(chunk, into) {
+            return Err(self.remote.other_bytes(&format!("{} at byte {at}", self.object.id.layer_name())));
         }
         self.remote.cache.count_fetched();
         Ok(())
@@ -314,9 +396,11 @@ impl Far {
 
     /// Reads a part of a chunk from the repository, past the cache's file.
     fn read_past(&self, chunk: usize, into: &[Segment<'_>], at: HostOffset) -> Result<(), Failure> {
-        let digests = self.cached.digests(|| self.load_digests())?;
+        let companion = self.remote.companion(&self.object, &self.cached)?;
         let mut bytes = vec![0; self.cached.chunk_len(chunk) as usize];
-        self.fetch(chunk, &digests, &mut bytes)?;
+        if !companion.unpack(chunk, &mut bytes) {
+            self.fetch(chunk, &companion, &mut bytes)?;
+        }
         let from = (at.get() - Cached::place_of(chunk).get()) as usize;
         copy_from_slice(into, &bytes[from..from + total_len(into)]);
         Ok(())
@@ -340,37 +424,10 @@ impl Far {
         let reader: Arc<dyn ObjectReader> =
             self.remote.repository.open(&name).map_err(|error| failure(&error))?.into();
         if reader.len() != self.object.bytes {
-            return Err(self.other_bytes(&format!("{name}, which has another length,")));
+            return Err(self.remote.other_bytes(&format!("{name}, which has another length,")));
         }
         self.remote.readers.lock().insert(self.object.id, Arc::clone(&reader));
         Ok(reader)
-    }
-
-    /// The digests that this host has kept, or else those of the repository.
-    fn load_digests(&self) -> Result<Digests, Failure> {
-        let (cache, id) = (&self.remote.cache, self.object.id);
-        let kept = cache.kept_digests(&self.object).ok();
-        if let Some(digests) = kept.and_then(|bytes| Digests::decode(&bytes, &self.object)) {
-            return Ok(digests);
-        }
-        let name = id.digests_name();
-        let list = self.remote.repository.open(&name).map_err(|error| failure(&error))?;
-        let refused = || self.other_bytes(name.as_str());
-        if list.len() != Digests::encoded_len(self.object.bytes) {
-            return Err(refused());
-        }
-        let mut bytes = vec![0; list.len() as usize];
-        list.read_at(0, &mut bytes).map_err(|error| failure(&error))?;
-        let digests = Digests::decode(&bytes, &self.object).ok_or_else(refused)?;
-        if let Err(error) = cache.keep_digests(id, &bytes) {
-            tracing::debug!(%name, %error, "the cache does not keep them: the repository is asked again");
-        }
-        Ok(digests)
-    }
-
-    fn other_bytes(&self, what: &str) -> Failure {
-        let repository = self.remote.repository.describe();
-        Failure::new(io::ErrorKind::InvalidData, format!("{repository}: {what} is not what was shipped"))
     }
 }
 

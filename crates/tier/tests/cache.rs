@@ -256,11 +256,11 @@ fn bytes_that_the_repository_changed_are_an_error_that_names_them() {
 #[test]
 fn a_layer_of_another_length_or_with_other_digests_is_refused() {
     let world = World::new();
-    let digests = world.remote.path().join(world.object.id.digests_name().as_str());
+    let digests = world.remote.path().join(world.object.id.companion_name().as_str());
     flip(&digests, 100);
     let (_cache, layer) = world.open(OnMissing::Wait);
     let told = read(&layer, 0, 1).unwrap_err().to_string();
-    assert_eq!(told, format!("nas: {} is not what was shipped", world.object.id.digests_name()));
+    assert_eq!(told, format!("nas: {} is not what was shipped", world.object.id.companion_name()));
     flip(&digests, 100);
     fs::File::options().write(true).open(world.remote_file()).unwrap().set_len(LEN as u64 - 1).unwrap();
     let told = read(&layer, 0, 1).unwrap_err().to_string();
@@ -297,7 +297,7 @@ fn a_file_or_digests_that_are_not_the_layers_are_replaced() {
         let file = fs::File::create(world.cached_file()).unwrap();
         file.write_all_at(&[1; 1 << 20], 0).unwrap();
         file.set_len(len).unwrap();
-        flip(&world.dir().join(world.object.id.digests_name().as_str()), 0);
+        flip(&world.dir().join(world.object.id.companion_name().as_str()), 0);
         fs::write(world.dir().join("notes.chunks"), "not ours").unwrap();
         let (cache, layer) = world.open(SOON);
         world.check(&layer);

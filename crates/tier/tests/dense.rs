@@ -204,7 +204,7 @@ fn an_image_that_is_there_already_is_named_as_if_it_was_shipped() {
     let id = ObjectId::draw();
     fs::hard_link(fixture.path(shipped), fixture.remote.path().join(id.layer_name().as_str())).unwrap();
     assert_eq!(adopt(&fixture.repository, id).unwrap(), Object { id, ..shipped });
-    let digests = |id: ObjectId| fs::read(fixture.remote.path().join(id.digests_name().as_str())).unwrap();
+    let digests = |id: ObjectId| fs::read(fixture.remote.path().join(id.companion_name().as_str())).unwrap();
     assert_eq!(digests(id), digests(shipped.id));
 }
 
