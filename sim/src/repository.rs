@@ -384,6 +384,7 @@ impl Repository for RemoteRepository {
             conditional_create: true,
             rename: false,
             read_back: true,
+            early_read_back: true,
             max_copies: 1,
             ranged_reads: true,
             free_space: false,

@@ -277,6 +277,7 @@ impl Repository for DirectoryRepository {
             conditional_create: true,
             rename: true,
             read_back: true,
+            early_read_back: true,
             max_copies: 1,
             ranged_reads: true,
             free_space: true,
@@ -399,12 +400,15 @@ impl NewFile {
     }
 
     fn flush(&mut self) -> io::Result<()> {
+        if self.state == State::Synced { Ok(()) } else { self.flush_to(State::Synced) }
+    }
+
+    fn flush_to(&mut self, then: State) -> io::Result<()> {
         let len = self.len;
-        let flush = |file: &mut File| {
+        self.step(then, |file| {
             file.set_len(len)?;
             file.sync_data()
-        };
-        if self.state == State::Synced { Ok(()) } else { self.step(State::Synced, flush) }
+        })
     }
 
     fn publish(&mut self) -> io::Result<()> {
@@ -452,7 +456,7 @@ impl NewObject for NewFile {
     }
 
     fn write_out(&mut self) -> Result<()> {
-        self.step(State::Writing, |file| file.sync_data()).map_err(self.failed("flushing"))
+        self.flush_to(State::Writing).map_err(self.failed("flushing"))
     }
 
     fn sync(&mut self) -> Result<()> {

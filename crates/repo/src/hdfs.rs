@@ -254,6 +254,7 @@ impl Repository for HdfsRepository {
             conditional_create: true,
             rename: false,
             read_back: true,
+            early_read_back: false,
             max_copies: MAX_COPIES,
             ranged_reads: true,
             free_space: true,

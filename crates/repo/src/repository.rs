@@ -69,6 +69,8 @@ pub struct Capabilities {
     pub rename: bool,
     /// [`NewObject::read_back`].
     pub read_back: bool,
+    /// The same after [`NewObject::write_out`] already, of what was written until then.
+    pub early_read_back: bool,
     /// The most copies that it keeps of an object, on devices of their own.
     pub max_copies: u8,
     /// A read of a part costs that part, not the whole object.
@@ -206,7 +208,8 @@ pub trait NewObject: Send {
     /// When they may not be there.
     fn sync(&mut self) -> Result<()>;
 
-    /// Opens what [`NewObject::sync`] brought to stable storage: read from there, as far as that can be told.
+    /// Opens what [`NewObject::sync`] brought to stable storage, or, with [`Capabilities::early_read_back`], [`NewObject::write_out`]: read from there,
+    /// as far as that can be told.
     ///
     /// # Errors
     /// When it cannot be opened; `Unsupported` without [`Capabilities::read_back`].

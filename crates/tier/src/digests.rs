@@ -21,10 +21,13 @@ pub(crate) const CHUNK: u64 = 256 << 10;
 /// Bytes of a digest.
 const LEN: usize = blake3::OUT_LEN;
 
+/// What proves a chunk.
+pub(crate) type Digest = [u8; LEN];
+
 /// Those of all chunks of an object, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Digests {
-    chunks: Vec<[u8; LEN]>,
+    chunks: Vec<Digest>,
     /// Bytes of the object.
     bytes: u64,
 }
@@ -33,6 +36,11 @@ impl Digests {
     /// Bytes of the list for an object of so many bytes.
     pub(crate) fn encoded_len(bytes: u64) -> u64 {
         bytes.div_ceil(CHUNK).saturating_mul(LEN as u64)
+    }
+
+    /// Bytes of the object.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// The BLAKE3 of the object.
@@ -70,25 +78,32 @@ impl Digests {
     /// # Panics
     /// When the object has no such chunk.
     pub(crate) fn prove(&self, number: usize, bytes: &[u8]) -> bool {
-        let at = number as u64 * CHUNK;
-        let is_whole = bytes.len() as u64 == CHUNK.min(self.bytes - at);
-        is_whole
-            && digest(Hasher::new().set_input_offset(at).update(bytes), self.chunks.len() == 1)
-                == self.chunks[number]
+        let is_whole = bytes.len() as u64 == CHUNK.min(self.bytes - number as u64 * CHUNK);
+        is_whole && digest_of(number, bytes, self.chunks.len() == 1) == self.chunks[number]
     }
 }
 
+/// The digest of the chunk with this number.
+fn digest_of(number: usize, bytes: &[u8], is_only: bool) -> Digest {
+    digest(Hasher::new().set_input_offset(number as u64 * CHUNK).update(bytes), is_only)
+}
+
+/// Whether these are the bytes of a chunk that has this digest, and that others follow.
+pub(crate) fn proves(wanted: &Digest, number: usize, bytes: &[u8]) -> bool {
+    digest_of(number, bytes, false) == *wanted
+}
+
 /// The digest of a chunk; that of an only one is the root of the tree.
-fn digest(hasher: &Hasher, is_only: bool) -> [u8; LEN] {
+fn digest(hasher: &Hasher, is_only: bool) -> Digest {
     if is_only { hasher.finalize().into() } else { hasher.finalize_non_root() }
 }
 
 /// The tree of BLAKE3: on the left the largest power of two that leaves something for the right.
-fn halves(chunks: &[[u8; LEN]]) -> (&[[u8; LEN]], &[[u8; LEN]]) {
+fn halves(chunks: &[Digest]) -> (&[Digest], &[Digest]) {
     chunks.split_at(chunks.len().next_power_of_two() / 2)
 }
 
-fn merge(chunks: &[[u8; LEN]]) -> [u8; LEN] {
+fn merge(chunks: &[Digest]) -> Digest {
     if let [only] = chunks {
         return *only;
     }
@@ -100,7 +115,7 @@ fn merge(chunks: &[[u8; LEN]]) -> [u8; LEN] {
 #[derive(Debug, Default)]
 pub(crate) struct Digester {
     /// Those of the chunks before the last.
-    chunks: Vec<[u8; LEN]>,
+    chunks: Vec<Digest>,
     /// Of the last chunk; not empty, unless the object is.
     last: Hasher,
 }
@@ -118,6 +133,11 @@ impl Digester {
             self.last.update(now);
             bytes = later;
         }
+    }
+
+    /// Those of the chunks that others follow.
+    pub(crate) fn complete(&self) -> &[Digest] {
+        &self.chunks
     }
 
     /// The digests of what was added.

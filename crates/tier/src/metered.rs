@@ -14,8 +14,6 @@ use vmstrata_repo::{
 use crate::meter::Meter;
 use crate::wire::Wire;
 
-/// Bytes that pass the wire at a time.
-const PIECE: usize = 64 << 10;
 /// Bytes that are written between two times that they are brought to stable storage: at first, at least, and at most.
 const STRETCH: [u64; 3] = [8 << 20, 4 << 20, 64 << 20];
 /// How long that may take.
@@ -106,7 +104,7 @@ struct MeteredObject {
 
 impl NewObject for MeteredObject {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        for piece in bytes.chunks(PIECE) {
+        for piece in bytes.chunks(self.wire.piece()) {
             self.wire.pass(piece.len() as u64);
             self.meter.ask_to_move(piece.len(), || self.inner.write(piece))?;
         }

@@ -18,6 +18,8 @@ use crate::meter::Meter;
 const SHIPS_MAX: usize = 2;
 /// Seconds' worth that passes at once: clocks and sleeps are no more exact.
 const AT_ONCE: f64 = 0.05;
+/// Bytes that are written at once, at least and at most: the more, the fewer of them are on their way to a far repository.
+const PIECE: [usize; 2] = [64 << 10, 1 << 20];
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -69,6 +71,12 @@ impl Wire {
         state.rate = rate;
         state.level = state.level.min(0.0);
         self.changed.notify_all();
+    }
+
+    /// Bytes that pass at a time.
+    pub(crate) fn piece(&self) -> usize {
+        let [least, most] = PIECE;
+        self.rate().map_or(most, |rate| ((rate.get() as f64 * AT_ONCE) as usize).clamp(least, most))
     }
 
     /// Waits until so many bytes may pass.

@@ -23,8 +23,8 @@ use rustix::net::{RecvFlags, recv};
 /// Where the server listens.
 pub(super) const NFS_PORT: u16 = 2049;
 pub(super) const MOUNT_PORT: u16 = 20_048;
-/// Calls at a time: as many as Linux has connections with `nconnect=8`, with one call each.
-pub(super) const CONNECTIONS: usize = 8;
+/// Calls at a time, each on a connection of its own: as many as Linux has on its way to a server at the least.
+const CONNECTIONS: usize = 128;
 /// How long an answer may take. What is called again after that may be done twice: the caller knows which calls allow that.
 const PATIENCE: Duration = Duration::from_secs(10);
 

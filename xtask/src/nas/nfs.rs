@@ -27,7 +27,7 @@ use vmstrata_repo::{
     Result, Swept, draw_id,
 };
 
-use super::link::{self, Answer, CONNECTIONS, Link, now};
+use super::link::{self, Answer, Link, now};
 
 const UNFINISHED: &str = ".new";
 /// Zeros become holes in pieces of this size.
@@ -37,7 +37,7 @@ const PIECE_MAX: u32 = 1 << 20;
 /// Bytes of a directory listed at a time.
 const LISTED: u32 = 512 << 10;
 /// Pieces of one object on their way.
-const IN_FLIGHT: usize = CONNECTIONS;
+const IN_FLIGHT: usize = 8;
 
 /// A repository on an NFSv3 server.
 #[derive(Debug)]
@@ -134,6 +134,7 @@ impl NfsRepository {
             len: 0,
             data_end: 0,
             pending,
+            held: None,
             verifier: None,
             state,
         })
@@ -261,6 +262,7 @@ impl Repository for NfsRepository {
             conditional_create: true,
             rename: true,
             read_back: true,
+            early_read_back: true,
             max_copies: 1,
             ranged_reads: true,
             free_space: true,
@@ -328,6 +330,8 @@ struct NewFile {
     /// Bytes that were added, and those up to the end of the last that are not zeros.
     len: u64,
     data_end: u64,
+    /// The first piece of data, until there is another: that of a small object is written stable, as Linux does.
+    held: Option<(u64, Vec<u8>)>,
     /// Writes that were not answered, each with its length.
     pending: VecDeque<(u32, Answer<WRITE3resok>)>,
     /// Of the server's run that has all that was written.
@@ -380,21 +384,45 @@ impl NewFile {
     fn add_data(&mut self, bytes: &[u8], at: u64) -> io::Result<()> {
         let piece_max = self.shared.write_max as usize;
         for (number, piece) in bytes.chunks(piece_max).enumerate() {
-            if self.pending.len() == IN_FLIGHT {
-                self.take_answer()?;
+            let at = at + (number * piece_max) as u64;
+            if std::mem::replace(&mut self.data_end, at + piece.len() as u64) == 0 {
+                self.held = Some((at, piece.to_vec()));
+                continue;
             }
-            let count = piece.len() as u32;
-            let asked = WRITE3args {
-                file: self.file.clone(),
-                offset: at + (number * piece_max) as u64,
-                count,
-                stable: stable_how::UNSTABLE,
-                data: Opaque::owned(piece.to_vec()),
-            };
-            let answer = self.shared.link.start(move |client| now(client.write(&asked)));
-            self.pending.push_back((count, answer));
-            self.data_end = at + (number * piece_max + piece.len()) as u64;
-            self.shared.written.fetch_add(count.into(), Ordering::Relaxed);
+            self.start_held()?;
+            self.start(at, piece.to_vec(), stable_how::UNSTABLE)?;
+        }
+        Ok(())
+    }
+
+    fn start_held(&mut self) -> io::Result<()> {
+        let Some((at, piece)) = self.held.take() else { return Ok(()) };
+        self.start(at, piece, stable_how::UNSTABLE)
+    }
+
+    fn start(&mut self, offset: u64, piece: Vec<u8>, stable: stable_how) -> io::Result<()> {
+        if self.pending.len() == IN_FLIGHT {
+            self.take_answer()?;
+        }
+        let count = piece.len() as u32;
+        let asked = WRITE3args { file: self.file.clone(), offset, count, stable, data: Opaque::owned(piece) };
+        let answer = self.shared.link.start(move |client| now(client.write(&asked)));
+        self.pending.push_back((count, answer));
+        self.shared.written.fetch_add(count.into(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Has the server have all bytes, also where they end with a hole.
+    fn complete(&mut self) -> io::Result<()> {
+        self.start_held()?;
+        while !self.pending.is_empty() {
+            self.take_answer()?;
+        }
+        if self.len > self.data_end {
+            let new_attributes = sattr3 { size: Nfs3Option::Some(self.len), ..sattr3::default() };
+            let asked = SETATTR3args { object: self.file.clone(), new_attributes, guard: Nfs3Option::None };
+            self.shared.link.ask(move |client| now(client.setattr(&asked)))?;
+            self.data_end = self.len;
         }
         Ok(())
     }
@@ -422,15 +450,12 @@ impl NewFile {
             return Ok(());
         }
         self.step(State::Synced, |file| {
-            while !file.pending.is_empty() {
-                file.take_answer()?;
+            let is_stable = file.pending.is_empty() && file.verifier.is_none();
+            if let Some((at, piece)) = file.held.take_if(|_| is_stable) {
+                file.start(at, piece, stable_how::FILE_SYNC)?;
+                return file.complete();
             }
-            if file.len > file.data_end {
-                let new_attributes = sattr3 { size: Nfs3Option::Some(file.len), ..sattr3::default() };
-                let object = file.file.clone();
-                let asked = SETATTR3args { object, new_attributes, guard: Nfs3Option::None };
-                file.shared.link.ask(move |client| now(client.setattr(&asked)))?;
-            }
+            file.complete()?;
             let asked = COMMIT3args { file: file.file.clone(), offset: 0, count: 0 };
             let committed = file.shared.link.ask(move |client| now(client.commit(&asked)))?;
             file.check_verifier(committed.verf)
@@ -453,6 +478,11 @@ impl NewFile {
 impl NewObject for NewFile {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.step(State::Writing, |file| file.add(bytes)).map_err(self.failed("writing"))
+    }
+
+    /// The server has all bytes; whether it keeps them, the verifier of the commit tells.
+    fn write_out(&mut self) -> Result<()> {
+        self.step(State::Writing, Self::complete).map_err(self.failed("writing"))
     }
 
     fn sync(&mut self) -> Result<()> {

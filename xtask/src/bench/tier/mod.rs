@@ -157,7 +157,7 @@ fn parameters(options: &Options) -> Vec<(String, String)> {
     vec![
         named(
             "NAS",
-            "nfs-ganesha, NFSv3, in memory; 1 Gbit/s, the delay by a proxy; 8 connections a host".into(),
+            "nfs-ganesha, NFSv3, in memory; 1 Gbit/s, the delay by a proxy; 128 calls at a time".into(),
         ),
         named("on the NAS", "qcow2 through stock QEMU's libnfs driver".into()),
         named("disk", format!("{} MiB, all of its clusters there", options.size >> 20)),
