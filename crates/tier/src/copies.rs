@@ -143,7 +143,7 @@ fn make_copy(
     }
     let (owner, epoch) = (publisher.head().owner, &publisher.head().epoch);
     place.show(epoch)?;
-    stand::pin_for(&**publisher.repository(), owner, epoch.number)?;
+    stand::pin_for(&**publisher.repository(), publisher.head())?;
     let options = CreateOptions {
         size: Some(epoch.size),
         cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),

@@ -402,7 +402,7 @@ impl Engine {
         };
         self.place.show(head)?;
         let repository = &**self.publisher.repository();
-        let pin = stand::pin_for(repository, self.publisher.head().owner, head.number)?;
+        let pin = stand::pin_for(repository, self.publisher.head())?;
         self.disk.rebase(&lowest, &self.place.layer(pin.epoch.newest()))?;
         let before = self.pin.replace(pin);
         before.map_or(Ok(()), |pin| pin.release(repository))

@@ -87,15 +87,26 @@ impl Pin {
     /// # Errors
     /// [`Error::NoHead`]; [`Error::NotKept`]; what the repository reports: a pin may then be left, see [`Pin::all`].
     pub fn make(repository: &dyn Repository, wanted: Option<EpochNumber>, purpose: &Purpose) -> Result<Self> {
+        let head = newest(repository)?;
+        let head = head.ok_or_else(|| Error::NoHead { repository: repository.describe() })?;
+        Self::make_from(repository, head, wanted, purpose)
+    }
+
+    /// The same, for who knows a head.
+    pub(crate) fn make_from(
+        repository: &dyn Repository,
+        mut head: Head,
+        wanted: Option<EpochNumber>,
+        purpose: &Purpose,
+    ) -> Result<Self> {
         let none = || Error::NoHead { repository: repository.describe() };
-        let mut head = newest(repository)?.ok_or_else(none)?;
         loop {
-            let Head { number, epoch, .. } = publishing(repository, head, wanted)?;
+            let Head { number, epoch, .. } = publishing(repository, head.clone(), wanted)?;
             let pin = Self { id: PinId::draw(), epoch, purpose: purpose.clone() };
             let looked = pin.put(repository).and_then(|()| Look::since(repository, &pin.id.name()));
-            let newest = looked.and_then(|look| {
-                let newest = look.heads().max().ok_or_else(none)?;
-                read_head(repository, newest)
+            let newest = looked.and_then(|look| match look.heads().max().ok_or_else(none)? {
+                same if same == head.number => Ok(head),
+                newest => read_head(repository, newest),
             });
             match &newest {
                 Ok(newest) if newest.floor <= number || Planted::UnseenPin.is_there() => return Ok(pin),

@@ -18,15 +18,16 @@ use vmstrata_repo::Repository;
 use vmstrata_store::proc::host_name;
 
 use crate::error::Result;
-use crate::head::{Epoch, EpochNumber, Object, ObjectId, OwnerId};
+use crate::head::{Epoch, Head, Object, ObjectId, OwnerId};
 use crate::pin::{Pin, Purpose};
 
 /// Bytes that are kept for a copy alone, until it is made to stand on other layers.
 const DEAD_BYTES: u64 = 64 << 20;
 
-/// Pins an epoch for a copy that is about to stand on it.
-pub(crate) fn pin_for(repository: &dyn Repository, owner: OwnerId, epoch: EpochNumber) -> Result<Pin> {
-    Pin::make(repository, Some(epoch), &Purpose::Copy { owner, host: host_name() })
+/// Pins the epoch of a head for the copy of its owner, which is about to stand on it.
+pub(crate) fn pin_for(repository: &dyn Repository, head: &Head) -> Result<Pin> {
+    let purpose = Purpose::Copy { owner: head.owner, host: host_name() };
+    Pin::make_from(repository, head.clone(), Some(head.epoch.number), &purpose)
 }
 
 /// The pin of a copy that stands on the layer `below`. Releases the others that it made.
