@@ -11,8 +11,9 @@ use serde_json::Value;
 use support::http::ask;
 use support::server::Server;
 use support::{
-    Images, assert_clean, audited, run_err, run_json, run_ok, tool, tool_ok, vmstrata, wait_until,
+    Images, assert_clean, audited, run, run_err, run_json, run_ok, tool, tool_ok, vmstrata, wait_until,
 };
+use vmstrata_tier::is_object_name;
 
 /// A disk on a NAS, and hosts each with a directory of its own.
 struct Nas {
@@ -92,6 +93,9 @@ impl Nas {
         let layers: Vec<PathBuf> =
             layers.filter(|layer| layer.extension().is_some_and(|suffix| suffix == "qcow2")).collect();
         assert!(!layers.is_empty());
+        let names = fs::read_dir(self.repository()).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut others = names.filter(|name| !is_object_name(name.to_str().unwrap()));
+        assert_eq!(others.next(), None, "nothing lies beside the layers");
         layers.iter().for_each(|layer| assert_clean(layer));
         assert_clean(self.path.as_ref());
         tool_ok("qemu-img", ["compare", &self.path, &self.model]);
@@ -325,6 +329,16 @@ fn snapshots_of_a_tiered_disk_are_states_in_its_repository() {
     let [clone, backup] = ["clone.qcow2", "backup.qcow2"].map(|name| nas.images.name(name));
     run_ok(["snapshot", "clone", &state, "-o", &clone]);
     run_ok(["backup", &state, "-o", &backup]);
+    // A clone's layers have indices, and published layers do not change for that.
+    let allow = ["--allow-backing", nas.repository().to_str().unwrap()].map(str::to_owned);
+    let with =
+        |args: &[&str]| args.iter().map(|arg| (*arg).to_owned()).chain(allow.clone()).collect::<Vec<_>>();
+    run_ok(with(&["snapshot", "create", &clone, "--name", "own"]));
+    let built = run(with(&["index", "build", &clone]));
+    let said = String::from_utf8(built.stdout).unwrap();
+    assert!(built.status.code() == Some(3) && said.contains("a published layer of a tiered disk"), "{said}");
+    let said = run_ok(with(&["flatten", &clone, "--yes", "--remove", "everywhere"]));
+    assert!(said.contains("deletes it once no pin needs it"), "{said}");
     let missing = run_err(1, ["map", &format!("{}@tue", nas.path)]);
     assert!(missing.contains("no snapshot 'tue': it has mon"), "{missing}");
     run_ok(["map", &format!("{}@-0s", nas.path)]);

@@ -61,7 +61,6 @@ use crate::entry::{MapEntry, Mapping};
 use crate::error::{IoContext as _, Result};
 use crate::layer::{Layer, Tables};
 use crate::levels::{Level, MapPage, Units, Words};
-use crate::names::sidecar_of;
 use crate::opener::{Opener, Role};
 use delta::Delta;
 use tree::Tree;
@@ -273,7 +272,8 @@ impl Index {
         if sidecars.len() >= SIDECARS_MAX {
             sidecars.clear();
         }
-        let path = sidecar_of(&self.layers[layer.index()].path);
+        let path = self.opener.sidecar(&self.layers[layer.index()].path, &self.gate);
+        let path = path.ok_or(IndexError::Missing)?;
         let opened = self.opener.open(&path, Role::Inspected, &self.gate)?;
         sidecars.insert(layer, Arc::clone(&opened.store));
         Ok(opened.store)

@@ -104,6 +104,7 @@ pub use frozen::{FrozenChain, FrozenLayer};
 pub use journal::Slot;
 pub use layer::Format;
 pub use layers::LayerInfo;
+pub use names::{REPOSITORY, SIDECAR, is_published};
 pub use observer::{Durability, IoObserver, WhenDurable};
 pub use opener::{LocalFiles, Opened, Opener, Role, directory_of};
 pub use probe::{

@@ -16,8 +16,8 @@ use crate::merging::remove::{self, Dropped};
 use crate::merging::stream::Progress;
 pub use crate::merging::{
     CollectOptions, Direction, Forecast, Going, Kept, LayerRef, MergeFault, MergeOptions, MergeRange, Merged,
-    Orphan, Removal, Selection, all_of, available_bytes, collect, disks_with_orphans, forget_beside,
-    noted_in, orphans, ranges_of,
+    Orphan, Removal, Selection, all_of, available_bytes, collect, disks_with_orphans, noted_in, orphans,
+    ranges_of,
 };
 use crate::refs::{ChainFile, allocated_bytes};
 use crate::resources::Resources;

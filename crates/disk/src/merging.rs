@@ -55,7 +55,7 @@ pub use fault::MergeFault;
 pub use forecast::{Forecast, Going};
 pub use orphans::{CollectOptions, Orphan, collect, disks_with_orphans, noted_in, orphans};
 pub use plan::{MergeRange, all_of, ranges_of};
-pub use remove::{Removal, forget_beside};
+pub use remove::Removal;
 pub use room::available_bytes;
 pub use selection::{LayerRef, Selection};
 

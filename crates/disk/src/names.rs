@@ -60,19 +60,34 @@ pub(crate) fn sibling(file_name: &OsStr) -> OsString {
     }
 }
 
-/// The path of the sidecar of the layer at `path`.
-pub(crate) fn sidecar_of(path: &Path) -> PathBuf {
+/// The path of the sidecar of the layer at `path`; `None` for a published one.
+pub(crate) fn sidecar_of(path: &Path) -> Option<PathBuf> {
+    if is_published(path) {
+        return None;
+    }
     let name = path.file_name().unwrap_or_default();
     if name.len() + SIDECAR.len() > NAME_MAX {
-        return path.with_file_name(beside_name(name, SIDECAR));
+        return Some(path.with_file_name(beside_name(name, SIDECAR)));
     }
     let mut sidecar = path.as_os_str().to_owned();
     sidecar.push(SIDECAR);
-    sidecar.into()
+    Some(sidecar.into())
 }
 
+/// Whether the file at `path` is a published layer of a tiered disk: 32 hexadecimal digits and `.qcow2`, in a directory whose name ends
+/// with [`REPOSITORY`]. Such a file never changes, pins in the directory say who needs it, and nothing else lies beside it.
+pub fn is_published(path: &Path) -> bool {
+    let directory = path.parent().and_then(Path::file_name).unwrap_or_default();
+    let name = path.file_name().unwrap_or_default().as_bytes();
+    let is_digit = |byte: &u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(byte);
+    let is_id = |id: &[u8]| id.len() == 32 && id.iter().all(is_digit);
+    directory.as_bytes().ends_with(REPOSITORY.as_bytes()) && name.strip_suffix(b".qcow2").is_some_and(is_id)
+}
+
+/// How the name of the directory of a tiered disk's layers ends.
+pub const REPOSITORY: &str = ".tier";
 /// How the name of a sidecar ends.
-const SIDECAR: &str = ".vmsx";
+pub const SIDECAR: &str = ".vmsx";
 /// Bytes of a file's name, at most.
 const NAME_MAX: usize = 255;
 /// Digits of [`short_hash`].
@@ -112,6 +127,20 @@ mod tests {
         assert_eq!(path("/a/web.v2", Format::Qcow2), Path::new("/a/web.v2.mon.qcow2"));
         assert_eq!(path("/a/.qcow2", Format::Qcow2), Path::new("/a/.qcow2.mon.qcow2"));
         assert_eq!(frozen_path(Path::new("/"), "mon", Format::Raw), None);
+    }
+
+    #[test]
+    fn a_published_layer_has_a_number_for_its_name_and_lies_in_a_repository() {
+        let id = "18fae2764b0dd14f00c0ffee00c0ffee";
+        let is_published = |path: &str| is_published(Path::new(path));
+        assert!(is_published(&format!("/nas/web.qcow2.tier/{id}.qcow2")));
+        for other in
+            ["/nas/web.qcow2.tier/web.qcow2", &format!("/nas/{id}.qcow2"), &format!("/nas/web.tier/{id}")]
+        {
+            assert!(!is_published(other), "{other}");
+        }
+        assert!(!is_published(&format!("/nas/web.qcow2.tier/{}.qcow2", id.to_uppercase())));
+        assert!(!is_published(&format!("/nas/web.qcow2.tier/{}.qcow2", &id[1..])));
     }
 
     #[test]

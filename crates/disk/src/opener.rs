@@ -15,6 +15,7 @@ use vmstrata_store::{
 
 use crate::atomic_file::{PRIVATE, sync_directory};
 use crate::error::{IoContext as _, Result};
+use crate::names::{is_published, sidecar_of};
 
 /// What a file is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +61,12 @@ pub trait Opener: Send + Sync + std::fmt::Debug {
         Ok(self.open(path, Role::Inspected, gate)?.identity)
     }
 
+    /// Where the index of the layer at `layer` lies if that has no room for it; `None` if it may have none there. `gate` is the one
+    /// that its chain is opened through.
+    fn sidecar(&self, layer: &Path, _gate: &Gate) -> Option<PathBuf> {
+        sidecar_of(layer)
+    }
+
     /// Brings the name of a file to stable storage, which a process may have been killed before it did. A directory that this user
     /// may not read is left alone.
     ///
@@ -101,6 +108,11 @@ impl Opener for LocalFiles {
     fn open(&self, path: &Path, role: Role, gate: &Gate) -> Result<Opened> {
         let written =
             |lock| FileOptions { access: Access::ReadWrite, lock: Some(lock), ..FileOptions::FROZEN };
+        if is_published(path) && matches!(role, Role::Active(_) | Role::Indexed | Role::CopiedInto) {
+            let why = "it is a published layer of a tiered disk, which never changes";
+            let refused = io::Error::new(io::ErrorKind::ReadOnlyFilesystem, why);
+            return Err(refused).while_trying("open it for writing").map_err(|error| error.in_file(path));
+        }
         let options = match role {
             Role::Active(cache) => FileOptions { cache, ..FileOptions::ACTIVE },
             Role::Frozen => FileOptions { lock_patience: DYING, ..FileOptions::FROZEN },

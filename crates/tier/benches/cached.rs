@@ -19,7 +19,7 @@ use vmstrata_disk::{
 };
 use vmstrata_repo::DirectoryRepository;
 use vmstrata_store::{AlignedBuf, SegmentVec};
-use vmstrata_tier::{Cache, CachedFiles, OnMissing, Remote, is_object_name, ship_state};
+use vmstrata_tier::{Cache, CachedFiles, LayerDirectory, OnMissing, Remote, is_object_name, ship_state};
 use vmstrata_types::{GuestOffset, GuestRange};
 
 const SIZE: u64 = 256 << 20;
@@ -104,7 +104,9 @@ fn main() {
     let cache = Cache::open(&host.path().join("cache"), u64::MAX).expect("a cache");
     let files = CachedFiles::default();
     let far = Remote::new(&cache, repository, OnMissing::Wait);
-    files.add(remote.path(), &far, &[object]).expect("a layer");
+    files
+        .add(LayerDirectory { path: remote.path(), indices: host.path() }, &far, &[object])
+        .expect("a layer");
     let [local, cached] = [open("local", Arc::new(LocalFiles)), open("cached", Arc::new(files))];
     for depth in [1, 32] {
         let [mut local, mut cached] = [&local, &cached].map(|disk| Reader::new(disk, depth));

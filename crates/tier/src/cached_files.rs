@@ -1,7 +1,7 @@
 //! The files of disks on this host, of which some layers are in repositories.
 //!
 //! A chain names a layer of a repository by its path there, so that stock tools follow it. This opens it through the cache instead:
-//! the engine asks for a path, and gets a store whose bytes come when they are read.
+//! the engine asks for a path, and gets a store whose bytes come when they are read. Indices of such layers lie on this host.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -10,13 +10,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
-use vmstrata_disk::{IoContext as _, LocalFiles, Opened, Opener, Role};
+use vmstrata_disk::{IoContext as _, LocalFiles, Opened, Opener, Role, SIDECAR};
 use vmstrata_repo::Repository;
 use vmstrata_store::{FileIdentity, Gate};
 
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::head::Object;
+use crate::place::beside;
 use crate::remote::{OnMissing, Remote, identity_of};
 
 /// See the module documentation.
@@ -25,11 +26,22 @@ pub struct CachedFiles {
     directories: RwLock<HashMap<PathBuf, Directory>>,
 }
 
-/// A repository's directory.
+/// The directory by which chains of this host name the layers of a repository.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerDirectory<'a> {
+    /// Its path.
+    pub path: &'a Path,
+    /// The directory of this host that keeps the layers' indices.
+    pub indices: &'a Path,
+}
+
+/// See [`LayerDirectory`].
 #[derive(Debug)]
 struct Directory {
     /// Its path without links.
     resolved: PathBuf,
+    /// That of the indices, without links.
+    indices: PathBuf,
     layers: HashMap<OsString, Layer>,
 }
 
@@ -68,13 +80,15 @@ impl ReadThrough {
 }
 
 impl CachedFiles {
-    /// From now on, chains get these layers of the repository in the directory `dir` through the cache. Asks for the tables of each: a chain
-    /// that is opened reads those first.
+    /// From now on, chains get these layers of a repository through the cache. Asks for the tables of each: a chain that is opened reads
+    /// those first.
     ///
     /// # Errors
     /// A directory that is not there; what [`Remote::layer`] reports.
-    pub fn add(&self, dir: &Path, remote: &Arc<Remote>, objects: &[Object]) -> Result<()> {
-        let resolved = dir.canonicalize().map_err(|source| Error::Cache { path: dir.to_owned(), source })?;
+    pub fn add(&self, dir: LayerDirectory<'_>, remote: &Arc<Remote>, objects: &[Object]) -> Result<()> {
+        let resolve =
+            |dir: &Path| dir.canonicalize().map_err(|source| Error::Cache { path: dir.to_owned(), source });
+        let (resolved, indices) = (resolve(dir.path)?, resolve(dir.indices)?);
         remote.prepare(objects)?;
         let named = |object: &Object| {
             let layer = Layer { remote: Arc::clone(remote), object: *object };
@@ -82,25 +96,25 @@ impl CachedFiles {
         };
         let layers = objects.iter().map(named);
         let mut directories = self.directories.write();
-        let empty = || Directory { resolved, layers: HashMap::new() };
-        directories.entry(dir.to_owned()).or_insert_with(empty).layers.extend(layers);
+        let empty = || Directory { resolved, indices, layers: HashMap::new() };
+        directories.entry(dir.path.to_owned()).or_insert_with(empty).layers.extend(layers);
         Ok(())
     }
 
-    /// The layer at a path, if it is one, and the gate lets it through.
-    fn layer(&self, path: &Path, gate: &Gate) -> vmstrata_disk::Result<Option<Layer>> {
+    /// The layer at a path, if it is one, and the gate lets it through; and where its index lies.
+    fn layer(&self, path: &Path, gate: &Gate) -> vmstrata_disk::Result<Option<(Layer, PathBuf)>> {
         let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(None) };
         let directories = self.directories.read();
         let Some(directory) = directories.get(dir) else { return Ok(None) };
         let Some(layer) = directory.layers.get(name) else { return Ok(None) };
         gate.check(path, &directory.resolved.join(name))?;
-        Ok(Some(layer.clone()))
+        Ok(Some((layer.clone(), beside(&directory.indices.join(name), SIDECAR))))
     }
 }
 
 impl Opener for CachedFiles {
     fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
-        let Some(Layer { remote, object }) = self.layer(path, gate)? else {
+        let Some((Layer { remote, object }, _)) = self.layer(path, gate)? else {
             return LocalFiles.open(path, role, gate);
         };
         let opened = match role {
@@ -113,8 +127,17 @@ impl Opener for CachedFiles {
 
     fn identity(&self, path: &Path, gate: &Gate) -> vmstrata_disk::Result<FileIdentity> {
         match self.layer(path, gate)? {
-            Some(layer) => Ok(identity_of(&layer.object)),
+            Some((layer, _)) => Ok(identity_of(&layer.object)),
             None => LocalFiles.identity(path, gate),
+        }
+    }
+
+    fn sidecar(&self, layer: &Path, gate: &Gate) -> Option<PathBuf> {
+        match self.layer(layer, gate) {
+            // Those of another disk are not this chain's.
+            Ok(Some((_, sidecar))) => gate.check(&sidecar, &sidecar).is_ok().then_some(sidecar),
+            Ok(None) => LocalFiles.sidecar(layer, gate),
+            Err(_) => None,
         }
     }
 

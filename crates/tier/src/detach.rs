@@ -21,7 +21,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vmstrata_disk::merge::{Direction, Merge, MergeOptions, Removal, all_of, forget_beside};
+use vmstrata_disk::merge::{Direction, Merge, MergeOptions, Removal, all_of};
 use vmstrata_disk::{AtomicFile, CreateOptions, Disk, Format, OpenOptions, Resources, create};
 use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_store::FileId;
@@ -357,7 +357,6 @@ fn delete_repository(dir: &Path) -> Result<()> {
     let names = repository.names("")?;
     let lock = vmstrata_repo::ObjectName::LOCK;
     for name in names.iter().map(|name| name.as_str()).chain([lock]) {
-        forget_beside(&dir.join(name));
         match fs::remove_file(dir.join(name)) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
                 return Err(Error::of_file(dir, "delete the repository")(error));

@@ -272,6 +272,7 @@ impl Engine {
             publisher,
             copy,
         };
+        engine.forget_indices();
         engine.report();
         Ok((disk, engine))
     }
@@ -404,8 +405,17 @@ impl Engine {
         let repository = &**self.publisher.repository();
         let pin = stand::pin_for(repository, self.publisher.head())?;
         self.disk.rebase(&lowest, &self.place.layer(pin.epoch.newest()))?;
+        self.forget_indices();
         let before = self.pin.replace(pin);
         before.map_or(Ok(()), |pin| pin.release(repository))
+    }
+
+    /// Deletes indices of layers that were let go of, if that can be done.
+    fn forget_indices(&self) {
+        if let Err(error) = stand::forget_indices(&self.disk, &self.place.local) {
+            let copy = self.place.local.display();
+            tracing::warn!(%copy, %error, "indices of layers that it does not stand on any more stay");
+        }
     }
 
     /// What a publication leaves to do.

@@ -70,7 +70,7 @@ mod wire;
 
 pub use branch::Branch;
 pub use cache::{CACHE_BYTES_MIN, Cache, CacheUse};
-pub use cached_files::{CachedFiles, ReadThrough};
+pub use cached_files::{CachedFiles, LayerDirectory, ReadThrough};
 pub use copies::{revert, take_over};
 pub use dense::{ship_merged, ship_state};
 pub use detach::Detach;

@@ -5,6 +5,7 @@
 //!   /mnt/nas/vms/web.qcow2.tier/             its repository
 //!   /var/lib/vmstrata/web-1f0c66ab/          this host's copy: `lock`, `copy.json`,
 //!       web.qcow2, web.epoch-7.qcow2         the active layer, and frozen epochs
+//!       ID.qcow2.vmsx                        the index of a layer in the repository
 //! ```
 //!
 //! Where the repository is no directory of this host, its directory is an empty one beside the copy, by whose name chains know its layers;
@@ -23,10 +24,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use vmstrata_disk::{AtomicFile, LocalFiles, Opener};
+use vmstrata_disk::{AtomicFile, LocalFiles, Opener, REPOSITORY};
 use vmstrata_repo::{DirectoryRepository, Repository};
 
-use crate::cached_files::{CachedFiles, ReadThrough};
+use crate::cached_files::{CachedFiles, LayerDirectory, ReadThrough};
 use crate::error::{Error, Result};
 use crate::head::{Epoch, EpochNumber, ObjectId, OwnerId, as_text, is_object_name};
 use crate::lock::lock_within;
@@ -150,7 +151,8 @@ impl Place {
             (None, Some(reading)) => reading.files(),
             (None, None) => return Ok(()),
         };
-        files.add(&self.repository, &remote, &epoch.objects)
+        let dir = LayerDirectory { path: &self.repository, indices: &self.local };
+        files.add(dir, &remote, &epoch.objects)
     }
 
     /// What reads the layers of the repository, unless they are files as all others.
@@ -174,7 +176,7 @@ fn local_of(path: &Path, tier: &Path, id: &[u8]) -> PathBuf {
 
 /// The directory of the repository of the disk at `path`.
 pub fn repository_of(path: &Path) -> PathBuf {
-    beside(path, ".tier")
+    beside(path, REPOSITORY)
 }
 
 /// A path with more at its end.

@@ -12,8 +12,9 @@
 //! Invariant: a pin is made before a layer stands on what it keeps, and released after none does. A killed process leaves a pin too many.
 
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
-use vmstrata_disk::Disk;
+use vmstrata_disk::{Disk, SIDECAR};
 use vmstrata_repo::Repository;
 use vmstrata_store::proc::host_name;
 
@@ -62,6 +63,21 @@ pub(crate) fn border(disk: &Disk, repository: &Path) -> Option<(ObjectId, Option
     let own = layers.iter().position(|layer| layer.path.parent() != Some(repository))?;
     let below = layers[own.checked_sub(1)?].path.file_name()?.to_str().and_then(ObjectId::of)?;
     Some((below, (own + 1 < layers.len()).then(|| layers[own].path.clone())))
+}
+
+/// Deletes the indices, in the copy's directory, of layers of the repository that the copy does not stand on any more.
+pub(crate) fn forget_indices(disk: &Disk, local: &Path) -> io::Result<()> {
+    let layers = disk.layers();
+    let mut indices = Vec::new();
+    for entry in fs::read_dir(local)? {
+        let name = entry?.file_name();
+        let layer = name.to_str().and_then(|name| name.strip_suffix(SIDECAR));
+        let is_used = |layer: &str| layers.iter().any(|used| used.path.file_name() == Some(layer.as_ref()));
+        if layer.is_some_and(|layer| ObjectId::of(layer).is_some() && !is_used(layer)) {
+            indices.push(local.join(name));
+        }
+    }
+    indices.iter().try_for_each(fs::remove_file)
 }
 
 /// Whether a pin keeps much that this chain does not.

@@ -24,7 +24,8 @@ use vmstrata_store::{
     Effect, Fault, FaultPlan, FaultStore, FileIdentity, Gate, OperationKind, Ring, StoreId, When,
 };
 use vmstrata_tier::{
-    Cache, CachedFiles, Object, ObjectId, OnMissing, Remote, adopt, is_object_name, ship_state,
+    Cache, CachedFiles, LayerDirectory, Object, ObjectId, OnMissing, Remote, adopt, is_object_name,
+    ship_state,
 };
 
 const SIZE: u64 = 12 << 20;
@@ -87,7 +88,8 @@ impl World {
     fn files(&self, cache: &Arc<Cache>) -> CachedFiles {
         let files = CachedFiles::default();
         let remote = Remote::new(cache, self.repository.clone(), OnMissing::Wait);
-        files.add(self.remote.path(), &remote, &self.objects).unwrap();
+        let dir = LayerDirectory { path: self.remote.path(), indices: self.host.path() };
+        files.add(dir, &remote, &self.objects).unwrap();
         files
     }
 

@@ -4,34 +4,72 @@
 mod common;
 mod tier_support;
 
-use std::fs::DirBuilder;
+use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::flat::{read, write};
 use common::scratch;
 use tier_support::{SIZE, block, image, newest_of, place, published, soon, sync, writes_of};
-use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
+use vmstrata_disk::{
+    Disk, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role, SIDECAR, is_published,
+};
 use vmstrata_repo::DirectoryRepository;
+use vmstrata_store::{FileIdentity, Gate};
 use vmstrata_tier::{
     CACHE_BYTES_MIN, Cache, CachedFiles, Elsewhere, OnMissing, Place, Remote, TierOptions, Tiered,
     is_object_name, repository_of, take_over,
 };
 
+/// Counts the published layers that are opened to be read, not looked at.
+#[derive(Debug)]
+struct Counting {
+    files: Arc<CachedFiles>,
+    opened: AtomicUsize,
+}
+
+impl Opener for Counting {
+    fn open(&self, path: &Path, role: Role, gate: &Gate) -> vmstrata_disk::Result<Opened> {
+        let is_read = role == Role::Frozen && is_published(path);
+        self.opened.fetch_add(is_read.into(), Ordering::Relaxed);
+        self.files.open(path, role, gate)
+    }
+
+    fn identity(&self, path: &Path, gate: &Gate) -> vmstrata_disk::Result<FileIdentity> {
+        self.files.identity(path, gate)
+    }
+
+    fn sidecar(&self, layer: &Path, gate: &Gate) -> Option<PathBuf> {
+        self.files.sidecar(layer, gate)
+    }
+
+    fn may_be_absent(&self) -> bool {
+        self.files.may_be_absent()
+    }
+}
+
 /// A host that knows the directory beside the image only as a repository.
 fn host(image: &Path, dir: &Path, takes_over: bool) -> (Arc<Disk>, Tiered) {
+    host_and_count(image, dir, takes_over).0
+}
+
+/// The same, and the published layers that it opened to open the disk.
+fn host_and_count(image: &Path, dir: &Path, takes_over: bool) -> ((Arc<Disk>, Tiered), usize) {
     let repository = Arc::new(DirectoryRepository::open(&repository_of(image), is_object_name).unwrap());
     let cache = Cache::open(&dir.join("cache"), CACHE_BYTES_MIN).unwrap();
     let (remote, files) =
         (Remote::new(&cache, repository, OnMissing::Wait), Arc::new(CachedFiles::default()));
-    let resources = Resources::with_opener(ResourceOptions::default(), Arc::clone(&files) as _);
+    let counting = Arc::new(Counting { files: Arc::clone(&files), opened: AtomicUsize::new(0) });
+    let resources = Resources::with_opener(ResourceOptions::default(), Arc::clone(&counting) as _);
     let place = Place::elsewhere(image, dir, Elsewhere { remote, files }).unwrap();
     let open = OpenOptions::default();
     if takes_over {
         take_over(&place, &open, &resources).unwrap();
     }
-    Tiered::open(&place, TierOptions::default(), &open, &resources).unwrap()
+    let opened = Tiered::open(&place, TierOptions::default(), &open, &resources).unwrap();
+    (opened, counting.opened.load(Ordering::Relaxed))
 }
 
 fn end((disk, tiered): (Arc<Disk>, Tiered)) {
@@ -85,4 +123,44 @@ fn a_disk_is_published_opened_again_and_taken_over() {
 fn sync_after_write((disk, tiered): &(Arc<Disk>, Tiered)) -> Result<(), vmstrata_tier::Error> {
     write(disk, 0, &[1; 512]).unwrap();
     sync(tiered).map(drop)
+}
+
+/// The indices in a host's copy of the disk.
+fn indices(dir: &Path) -> Vec<PathBuf> {
+    let copies = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let files = copies.filter(|path| path.is_dir()).flat_map(|copy| fs::read_dir(copy).unwrap());
+    let files = files.map(|entry| entry.unwrap().path());
+    files.filter(|path| path.to_str().unwrap().ends_with(SIDECAR)).collect()
+}
+
+#[test]
+fn indices_of_published_layers_lie_on_the_host_and_are_used_after_a_restart() {
+    let dirs = [scratch(), scratch(), scratch()];
+    let [nas, one, other] = dirs.each_ref().map(|dir| dir.path());
+    let image = image_with_repository(nas);
+    let first = host(&image, one, false);
+    publish(&first, 1..=20);
+    end(first);
+    let (second, opened) = host_and_count(&image, other, true);
+    assert!(opened >= 21, "{opened} layers are opened where there is no index");
+    publish(&second, 21..=22);
+    end(second);
+    let names = fs::read_dir(repository_of(&image)).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut others = names.filter(|name| !is_object_name(name.to_str().unwrap()));
+    assert_eq!(others.next(), None);
+    assert_eq!(indices(other).len(), 21);
+
+    let (second, opened) = host_and_count(&image, other, false);
+    assert!(opened <= 2, "{opened} layers are opened where there is an index");
+    assert_eq!(writes_on(&second), 22);
+    end(second);
+    // One of a layer that this copy never had.
+    let lost = indices(other)[0].with_file_name(format!("{}.qcow2{SIDECAR}", "0".repeat(32)));
+    fs::write(&lost, "").unwrap();
+    end(host(&image, other, false));
+    assert_eq!(indices(other).len(), 21);
+    indices(other).iter().for_each(|index| fs::remove_file(index).unwrap());
+    let second = host(&image, other, false);
+    assert_eq!(writes_on(&second), 22);
+    end(second);
 }

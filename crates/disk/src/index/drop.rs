@@ -14,7 +14,6 @@ use super::home::{find_link, root_in_file, root_in_sidecar};
 use super::link::write_link;
 use crate::chain::{Qcow2Head, Top};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
-use crate::names::sidecar_of;
 use crate::opener::Role;
 use crate::times;
 
@@ -91,7 +90,7 @@ fn end_without(top: &Top, head: &Qcow2Head) -> Result<Option<u64>> {
 }
 
 fn remove_sidecar(chain: &Links, link: &Link) -> Result<bool> {
-    let path = sidecar_of(&link.path);
+    let Some(path) = chain.opener.sidecar(&link.path, &chain.gate) else { return Ok(false) };
     match root_in_sidecar(&link.path, &chain.gate, &*chain.opener) {
         Ok(None) => return Ok(false),
         // A damaged index is one too; what never was one stays.

@@ -89,7 +89,7 @@ pub(super) fn is_sidecar(path: &Path) -> io::Result<Option<bool>> {
 
 /// Removes the sidecar of a layer that goes, if it has one: it is of use to nobody then.
 pub(crate) fn forget_sidecar(layer: &Path) {
-    let path = sidecar_of(layer);
+    let Some(path) = sidecar_of(layer) else { return };
     if matches!(is_sidecar(&path), Ok(Some(true))) {
         let _ = Place::of(&path).and_then(|place| place.remove());
     }
@@ -104,10 +104,7 @@ pub(super) fn root_in_sidecar(
     gate: &Gate,
     opener: &dyn Opener,
 ) -> Result<Option<(Root, Opened)>> {
-    let path = sidecar_of(path);
-    if !path.exists() {
-        return Ok(None);
-    }
+    let Some(path) = opener.sidecar(path, gate).filter(|path| path.exists()) else { return Ok(None) };
     let read = || {
         let opened = opener.open(&path, Role::Inspected, gate)?;
         let mut page: Box<Page> = Box::new([0; PAGE_LEN]);

@@ -26,7 +26,6 @@ use crate::chain::{Top, open_layer, plain_name};
 use crate::error::{IoContext as _, Result};
 use crate::layer::Tables;
 use crate::levels::Units;
-use crate::names::sidecar_of;
 use crate::opener::{LocalFiles, Opener, Role, directory_of};
 
 /// What a layer's index turned out to be worth.
@@ -172,7 +171,10 @@ impl<'a> Pages<'a> {
             return Err(IndexError::Layer { layer }.into());
         };
         let opened = match home {
-            Home::Sidecar => self.opener.open(&sidecar_of(path), Role::Inspected, self.gate)?,
+            Home::Sidecar => {
+                let path = self.opener.sidecar(path, self.gate).ok_or(IndexError::Missing)?;
+                self.opener.open(&path, Role::Inspected, self.gate)?
+            }
             Home::File | Home::None => self.opener.open(path, Role::Inspected, self.gate)?,
         };
         if self.open.len() >= OPEN_MAX {

@@ -4,13 +4,13 @@
 //! The header's sector is written whole. Then the file gets back the time of change that it had: nothing it says has
 //! changed, and the time is in the index. A crash before that costs a digest at the next open.
 //!
-//! **In a sidecar**: a new file beside it, flushed, and named.
+//! **In a sidecar**: a new file beside it, or where else the opener has it, flushed, and named.
 //!
 //! An index that was there is overwritten if it lies last in the file, else left behind as a hole that stock tools fill.
 //! Whoever still reads it sees checksums that do not match. What a killed process left at the end is overwritten, too. A
 //! failure leaves the file as long as it was: it may be for want of room that it came to this.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vmstrata_qcow2::Incompatible;
@@ -26,7 +26,7 @@ use crate::access;
 use crate::atomic_file::AtomicFile;
 use crate::chain::Top;
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
-use crate::names::sidecar_of;
+use crate::names::is_published;
 use crate::opener::{Opened, Opener, Role};
 use crate::times;
 
@@ -42,7 +42,8 @@ pub(super) struct Place {
     waiting: Vec<u8>,
     len_before: u64,
     link_at: Option<HostOffset>,
-    draft: Option<AtomicFile>,
+    /// A sidecar, and its path.
+    draft: Option<(AtomicFile, PathBuf)>,
     undo: Option<Undo>,
     /// What the file's own generation was.
     pub(super) replaces: u64,
@@ -138,20 +139,22 @@ impl Place {
 
     fn in_sidecar(top: &Top, gate: &Gate, opener: &dyn Opener) -> Result<Self> {
         let old = root_in_sidecar(&top.path, gate, opener).ok().flatten();
-        let path = sidecar_of(&top.path);
+        let path = sidecar_for(&top.path, gate, opener)?;
         let there = is_sidecar(&path).while_trying("examine").map_err(|error| error.in_file(&path))?;
         if there == Some(false) {
             return Err(Error::from(ErrorKind::SidecarTaken).in_file(&path));
         }
         let draft = AtomicFile::beside(&path)?;
-        access::copy(&top.path, &draft.file)?;
+        if !is_published(&top.path) {
+            access::copy(&top.path, &draft.file)?;
+        }
         let file = draft.file.try_clone().while_trying("make the index's file")?;
         let options = FileOptions { lock: None, cache: CacheMode::Host, ..FileOptions::ACTIVE };
         let store = Arc::new(FileStore::new(file, &path, &options)?);
         // The root comes last, in the first page.
         let start = HostOffset::new(PAGE_LEN as u64);
         Ok(Self {
-            draft: Some(draft),
+            draft: Some((draft, path)),
             replaces: old.map_or(0, |(root, _)| root.generation),
             ..Self::new(store, start)
         })
@@ -223,8 +226,8 @@ impl Place {
     pub(super) fn finish(mut self, top: &Top, root: Root, mtime_ns: i64) -> Result<Root> {
         let (root, crc) = self.write_root(root)?;
         self.store.flush().while_trying("flush the index")?;
-        if let Some(draft) = self.draft.take() {
-            draft.publish(&sidecar_of(&top.path), true)?;
+        if let Some((draft, path)) = self.draft.take() {
+            draft.publish(&path, true)?;
             return Ok(root);
         }
         let link = IndexLink { root: root.at, generation: root.generation, root_crc: crc };
@@ -273,6 +276,15 @@ fn spot(store: &dyn Store, used: &Used, len: u64, old: Option<&Root>) -> Result<
     }
     let first = used.first_free().filter(|&first| first < usual.0);
     Ok(Some(first.map_or(usual, |first| (first, first.get()))))
+}
+
+/// Where the sidecar of a layer lies.
+///
+/// # Errors
+/// [`ErrorKind::NotIndexable`]: a layer that may have none has none in its file either.
+pub(super) fn sidecar_for(layer: &Path, gate: &Gate, opener: &dyn Opener) -> Result<PathBuf> {
+    let reason = "a published layer of a tiered disk has one on the hosts that serve the disk only";
+    opener.sidecar(layer, gate).ok_or_else(|| ErrorKind::NotIndexable { reason }.into())
 }
 
 /// Opens a layer's file for an index; `None` where it may not be written.

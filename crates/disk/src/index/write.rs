@@ -20,7 +20,7 @@ use vmstrata_types::{ClusterBits, HostOffset, LayerIndex};
 use super::delta::{Delta, adds_delta};
 use super::digest::{Content, digest, stable_mtime};
 use super::leaves::{Merger, WINDOW, units_of, windows};
-use super::place::Place;
+use super::place::{Place, sidecar_for};
 use super::tree::Tree;
 use super::{Index, IndexLayer};
 use crate::chain::{Qcow2Head, Top, open_layer};
@@ -92,6 +92,7 @@ pub(crate) fn extend(
 ) -> Result<Index> {
     let top = open_layer(path, Role::Frozen, Some(format), gate, &**opener)?;
     let write = || -> Result<Index> {
+        sidecar_for(path, gate, &**opener)?;
         let (this, content) = describe(&top, Home::None, below.last())?;
         let place = Place::choose(&top, &content, gate, &**opener)?;
         let mut layers = below.to_vec();

@@ -10,6 +10,7 @@ use vmstrata_store::{FileId, Place};
 use super::plan::MergeRange;
 use super::{MergeFault, MergeOptions};
 use crate::index::forget_sidecar;
+use crate::names::is_published;
 use crate::refs::{
     ChainFile, Kept, LocalHolders, Users, back_refs, below, is_open, layers_of_others, missing,
 };
@@ -115,6 +116,7 @@ impl Removal {
         match self {
             Self::Nothing => Err(Kept::Asked),
             _ if layer.is_part => Err(Kept::Part),
+            _ if is_published(&layer.path) => Err(Kept::Published),
             Self::Snapshots if !layer.is_own_snapshot => Err(Kept::NotASnapshot),
             Self::All if !layer.is_own_snapshot && !layer.is_beside => Err(Kept::Elsewhere),
             Self::Snapshots | Self::All | Self::Everywhere => Ok(()),
@@ -138,7 +140,7 @@ fn remove_one(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<(),
 }
 
 /// Removes what vmstrata keeps beside a layer that goes, as far as that can be done: its index, and who said to stand on it.
-pub fn forget_beside(layer: &Path) {
+fn forget_beside(layer: &Path) {
     forget_sidecar(layer);
     back_refs::remove_all(layer);
 }

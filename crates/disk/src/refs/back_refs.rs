@@ -9,6 +9,8 @@
 //! made on a layer in another directory, or opened for writing there, leaves a link beside the layer. A command that would
 //! remove or change the layer follows the links. A disk that lets go of layers leaves links for those that stay.
 //!
+//! Who stands on a published layer of a tiered disk has a pin in its repository instead.
+//!
 //! A link alone keeps nothing: the disk that it names must still stand on the layer. A disk without a link, because a stock
 //! tool made it or the layer's directory could not be written, is known by its locks only, while it is in use.
 //!
@@ -24,7 +26,7 @@ use vmstrata_qcow2::snapshot_info::is_snapshot_name;
 use vmstrata_store::{Directory, Place};
 
 use crate::error::{IoContext as _, Result};
-use crate::names::{beside_name, short_hash};
+use crate::names::{beside_name, is_published, short_hash};
 use crate::opener::directory_of;
 
 const SUFFIX: &str = ".clones";
@@ -159,7 +161,9 @@ pub(crate) fn record_chain<'a>(disk: &Path, files: impl Iterator<Item = &'a Path
     let files: Vec<&Path> = files.collect();
     for pair in files.windows(2) {
         let [below, above] = pair else { unreachable!("windows of two") };
-        if let Err(error) = if is_beside(below, above) { Ok(()) } else { record(below, disk) } {
+        if let Err(error) =
+            if is_published(below) || is_beside(below, above) { Ok(()) } else { record(below, disk) }
+        {
             tracing::info!(disk = %disk.display(), %error, "the disk cannot be recorded beside its backing file: name its directory with --allow-backing when snapshots there are deleted");
         }
     }

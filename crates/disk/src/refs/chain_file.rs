@@ -11,6 +11,7 @@ use crate::chain::{OpenOptions, Roles, Top, open_described, walk};
 use crate::error::{Error, ErrorKind, Result};
 use crate::json_name::{Below, Described};
 use crate::layer::Format;
+use crate::names::sidecar_of;
 use crate::opener::{Opener, Role};
 use crate::window::Window;
 
@@ -38,7 +39,7 @@ impl ChainFile {
     fn of(top: Top) -> Self {
         let has_index = top.head.as_ref().is_some_and(|head| {
             head.header.autoclear.contains(vmstrata_qcow2::Autoclear::INDEX)
-                || crate::names::sidecar_of(&top.path).exists()
+                || sidecar_of(&top.path).is_some_and(|sidecar| sidecar.exists())
         });
         let format = if top.head.is_some() { Format::Qcow2 } else { Format::Raw };
         let internal = top.head.as_ref().map_or(0, |head| head.header.snapshot_count);

@@ -15,6 +15,9 @@ pub enum Kept {
     /// There is more in the file than the layer.
     #[error("the layer is only a part of it")]
     Part,
+    /// Of a tiered disk.
+    #[error("it is a published layer of a tiered disk, whose server deletes it once no pin needs it")]
+    Published,
     /// In a directory that is not the disk's.
     #[error(
         "it is in another directory, where unknown disks may stand on it: --remove everywhere removes it, too"
@@ -74,6 +77,7 @@ impl Kept {
             Self::Asked
                 | Self::NotASnapshot
                 | Self::Part
+                | Self::Published
                 | Self::Elsewhere
                 | Self::Replaced
                 | Self::Unrecorded

@@ -11,5 +11,5 @@ const BLOCK: u64 = 512;
 /// Bytes that the layer at `path` takes, with the index beside it; 0 for one that is gone.
 pub(crate) fn allocated_bytes(path: &Path) -> u64 {
     let of = |path: &Path| path.symlink_metadata().map_or(0, |found| found.blocks() * BLOCK);
-    of(path) + of(&sidecar_of(path))
+    of(path) + sidecar_of(path).map_or(0, |sidecar| of(&sidecar))
 }

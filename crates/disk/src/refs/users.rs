@@ -23,6 +23,7 @@ use super::chain_file::ChainFile;
 use super::kept::Kept;
 use crate::chain::{OpenOptions, backing_text, plain_name};
 use crate::error::Result;
+use crate::names::is_published;
 use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
 
 /// An image that names a file as its backing file.
@@ -73,8 +74,12 @@ impl Users {
             for entry in Directory::open(&directory)?.entries()? {
                 let (entry, kind) = entry?;
                 let path = entry.path();
-                // Links that lead nowhere, and what is neither a file nor a link to one, stand on nothing.
-                if kind != FileType::Directory && path.metadata().is_ok_and(|found| found.is_file()) {
+                // Links that lead nowhere, and what is neither a file nor a link to one, stand on nothing; published layers stand
+                // on such alone.
+                if kind != FileType::Directory
+                    && !is_published(&path)
+                    && path.metadata().is_ok_and(|found| found.is_file())
+                {
                     self.enter(path);
                 }
             }
