@@ -198,10 +198,11 @@ impl NfsRepository {
 
     fn remove_unfinished(&self) -> io::Result<Swept> {
         let mut swept = Swept::default();
-        for (name, about) in self.entries(true)? {
+        for (name, _) in self.entries(false)? {
             if self.is_unfinished(&name) {
+                let bytes = self.shared.look_up(&name).map_or(0, |(_, about)| about.used);
                 self.shared.remove(&name)?;
-                swept += Swept { objects: 1, bytes: about.map_or(0, |about| about.used) };
+                swept += Swept { objects: 1, bytes };
             }
         }
         Ok(swept)
