@@ -70,6 +70,11 @@ pub struct DiskSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1, maximum = 600)]
     pub window: Option<u64>,
+    /// With `tier`: for how long a published state can be opened after a newer one is published, from `10m`, which is so if omitted, to
+    /// `24h`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(pattern = "^[1-9][0-9]{0,4}[smh]$")]
+    pub epochs: Option<String>,
     /// With `tier`: what becomes of reads that need the repository while that does not answer. They `wait`, which is so if omitted, or
     /// fail after so many seconds; `error` alone means 30.
     #[serde(alias = "on-missing", default, skip_serializing_if = "Option::is_none")]

@@ -170,6 +170,12 @@ pub enum SpecError {
         /// The key.
         key: &'static str,
     },
+    /// States that are kept for too short or too long.
+    #[error("'epochs' is a time from 10m to 24h, such as 90m, not '{text}'")]
+    Epochs {
+        /// What was asked for.
+        text: String,
+    },
     /// No answer to what becomes of reads without the repository.
     #[error("'on-missing' is wait, error or error:SECONDS (1 to 3600), not '{text}'")]
     OnMissing {

@@ -86,7 +86,7 @@ pub use pin::{Pin, Purpose};
 pub use place::{Elsewhere, Place, repository_of};
 pub use publisher::{Claim, Publisher};
 pub use remote::{CachedLayer, OnMissing, Remote};
-pub use states::{find_state, forget, snapshots};
+pub use states::{age_of, find_state, forget, snapshots};
 pub use status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
 pub use tiered::{TakenState, Tiered};
 pub use wire::Wire;

@@ -68,16 +68,42 @@ pub fn newest(repository: &dyn Repository) -> Result<Option<Head>> {
 /// As [`newest`].
 pub fn states(repository: &dyn Repository) -> Result<Vec<Head>> {
     let mut states: Vec<Head> = Vec::new();
-    let mut next = newest(repository)?;
-    let floor = next.as_ref().map(|newest| newest.floor);
-    while let Some(head) = next {
-        let below = head.number.before().filter(|number| Some(*number) >= floor);
+    for head in Heads::of(repository)? {
+        let head = head?;
         if states.last().is_none_or(|last| last.epoch.number != head.epoch.number) {
             states.push(head);
         }
-        next = below.map(|number| read_head(repository, number)).transpose()?;
     }
     Ok(states)
+}
+
+/// The newest head and those that it keeps, newest first, each read when it is asked for.
+pub(crate) struct Heads<'a> {
+    repository: &'a dyn Repository,
+    newest: Option<Head>,
+    /// Of the one after that, and of the last.
+    rest: Option<[HeadNumber; 2]>,
+}
+
+impl<'a> Heads<'a> {
+    pub(crate) fn of(repository: &'a dyn Repository) -> Result<Self> {
+        let newest = newest(repository)?;
+        let rest = newest.as_ref().and_then(|head| Some([head.number.before()?, head.floor]));
+        Ok(Self { repository, newest, rest })
+    }
+}
+
+impl Iterator for Heads<'_> {
+    type Item = Result<Head>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if let Some(newest) = self.newest.take() {
+            return Some(Ok(newest));
+        }
+        let [number, floor] = self.rest.filter(|[number, floor]| number >= floor)?;
+        self.rest = number.before().map(|before| [before, floor]);
+        Some(read_head(self.repository, number))
+    }
 }
 
 pub(crate) fn read_head(repository: &dyn Repository, number: HeadNumber) -> Result<Head> {

@@ -9,7 +9,7 @@ use vmstrata_repo::Repository;
 
 use crate::error::{Error, Result};
 use crate::head::Epoch;
-use crate::look::states;
+use crate::look::Heads;
 use crate::pin::{Pin, Purpose};
 
 /// The snapshots of a disk, oldest first.
@@ -48,13 +48,16 @@ pub fn find_state(repository: &dyn Repository, name: &str, now_ns: u64) -> Resul
     let missing = |why: String| Error::NoState { repository: repository.describe(), why };
     if let Some(age) = name.strip_prefix('-') {
         let age = age_of(age).ok_or_else(|| missing(format!("'{name}' is no age: say -30s, -10m or -2h")))?;
-        let states = states(repository)?;
-        let is_old = |epoch: &Epoch| epoch.time_ns.saturating_add(age.as_nanos() as u64) <= now_ns;
-        let oldest =
-            states.last().map_or(0, |head| now_ns.saturating_sub(head.epoch.time_ns) / 1_000_000_000);
-        let found =
-            states.into_iter().map(|head| head.epoch).filter(|epoch| !epoch.objects.is_empty()).find(is_old);
-        return found.ok_or_else(|| missing(format!("the oldest state that is kept is {oldest} s old")));
+        let mut oldest = 0;
+        for head in Heads::of(repository)? {
+            let epoch = head?.epoch;
+            let is_old = epoch.time_ns.saturating_add(age.as_nanos() as u64) <= now_ns;
+            oldest = now_ns.saturating_sub(epoch.time_ns) / 1_000_000_000;
+            if is_old && !epoch.objects.is_empty() {
+                return Ok(epoch);
+            }
+        }
+        return Err(missing(format!("the oldest state that is kept is {oldest} s old")));
     }
     let snapshots = snapshots(repository)?;
     let names: Vec<&str> = snapshots.iter().map(|(info, _)| info.name.as_str()).collect();
@@ -64,8 +67,8 @@ pub fn find_state(repository: &dyn Repository, name: &str, now_ns: u64) -> Resul
     found.map(|(_, pin)| pin.epoch.clone()).ok_or_else(|| missing(format!("no snapshot '{name}': {none}")))
 }
 
-/// So many seconds, minutes or hours.
-fn age_of(text: &str) -> Option<Duration> {
+/// So many seconds, minutes or hours: `30s`, `10m`, `2h`.
+pub fn age_of(text: &str) -> Option<Duration> {
     let unit = text.chars().last()?;
     let seconds = match unit {
         's' => 1,

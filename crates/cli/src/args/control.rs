@@ -109,8 +109,8 @@ pub enum DiskCommand {
     Add {
         /// path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
         /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]
-        /// [,tier=DIR[,window=SECONDS][,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE]
-        /// [,durability=host|repository]][,LIMITS], as for `serve --disk`
+        /// [,tier=DIR[,window=SECONDS][,epochs=TIME][,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall]
+        /// [,outage-bytes=SIZE][,durability=host|repository]][,LIMITS], as for `serve --disk`
         #[arg(value_name = "SPEC", value_parser = OsStringValueParser::new().try_map(|text| parse_api_disk(text).map(Box::new)))]
         spec: Box<api::DiskSpec>,
         /// Which server.

@@ -125,6 +125,7 @@ fn every_key_of_a_tiered_disk_is_read() {
         path = "/nas/mail.qcow2"
         tier = "tier"
         window = 10
+        epochs = "1h"
         on-missing = "error:20"
         on-outage = "stall"
         outage-bytes = 1073741824
@@ -134,6 +135,7 @@ fn every_key_of_a_tiered_disk_is_read() {
     let tier = settings.disks[0].tier.as_ref().unwrap();
     assert!(tier.dir.is_absolute() && tier.dir.ends_with("tier"));
     assert_eq!(tier.window, Some(Duration::from_secs(10)));
+    assert_eq!(tier.epochs, Some(Duration::from_secs(3600)));
     assert_eq!(tier.on_missing, OnMissing::Error(Duration::from_secs(20)));
     assert_eq!((tier.on_outage, tier.outage_bytes), (OnOutage::Stall, NonZeroU64::new(1 << 30)));
     assert_eq!(tier.durability, DurableAt::Repository);

@@ -10,7 +10,7 @@ use vmstrata_api as api;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
 use vmstrata_disk::{DetectZeroes, Format, Limits};
 use vmstrata_store::CacheMode;
-use vmstrata_tier::{DurableAt, OnMissing, OnOutage, TierOptions, Wire};
+use vmstrata_tier::{DurableAt, OnMissing, OnOutage, TierOptions, Wire, age_of};
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::{SpecError, check_name, check_path, limits_of, shown_limits, stem};
@@ -55,6 +55,8 @@ pub struct TierSpec {
     pub dir: PathBuf,
     /// How old a write is at most when it is published; `None` leaves it to the engine.
     pub window: Option<Duration>,
+    /// For how long states can be opened that are not the newest any more; `None` leaves it to the engine.
+    pub epochs: Option<Duration>,
     /// What becomes of reads while the repository does not answer.
     pub on_missing: OnMissing,
     /// What becomes of guests while the repository does not answer.
@@ -77,6 +79,7 @@ impl TierSpec {
         let Some(dir) = &asked.tier else {
             let keys = [
                 ("window", asked.window.is_some()),
+                ("epochs", asked.epochs.is_some()),
                 ("on-missing", asked.on_missing.is_some()),
                 ("on-outage", asked.on_outage != api::OnOutage::default()),
                 ("outage-bytes", asked.outage_bytes.is_some()),
@@ -100,6 +103,7 @@ impl TierSpec {
         if let Some(window) = window.filter(|window| !(shortest..=longest).contains(window)) {
             return Err(SpecError::Window { seconds: window.as_secs() });
         }
+        let epochs = asked.epochs.as_deref().map(parse_epochs).transpose()?;
         let on_missing = asked.on_missing.as_deref().map_or(Ok(OnMissing::Wait), parse_on_missing)?;
         if let Some(bytes) = asked.outage_bytes.filter(|bytes| *bytes < OUTAGE_BYTES_MIN) {
             return Err(SpecError::OutageBytes { bytes });
@@ -107,6 +111,7 @@ impl TierSpec {
         Ok(Some(Self {
             dir: path_from_text(dir),
             window,
+            epochs,
             on_missing,
             on_outage: match asked.on_outage {
                 api::OnOutage::Continue => OnOutage::Continue,
@@ -125,6 +130,7 @@ impl TierSpec {
         let default = TierOptions::default();
         TierOptions {
             window: self.window.unwrap_or(default.window),
+            epochs: self.epochs.unwrap_or(default.epochs),
             on_outage: self.on_outage,
             outage_bytes: self.outage_bytes,
             durability: self.durability,
@@ -132,6 +138,13 @@ impl TierSpec {
             ..default
         }
     }
+}
+
+/// For how long states are kept: seconds, minutes or hours.
+fn parse_epochs(text: &str) -> Result<Duration, SpecError> {
+    let [shortest, longest] = TierOptions::EPOCHS;
+    let time = age_of(text).filter(|time| (shortest..=longest).contains(time));
+    time.ok_or_else(|| SpecError::Epochs { text: text.to_owned() })
 }
 
 fn parse_on_missing(text: &str) -> Result<OnMissing, SpecError> {
@@ -286,6 +299,11 @@ impl From<&DiskSpec> for api::DiskSpec {
             limits: shown_limits(spec.limits),
             tier: spec.tier.as_ref().map(|tier| path_to_text(&tier.dir)),
             window: spec.tier.as_ref().and_then(|tier| tier.window).map(|window| window.as_secs()),
+            epochs: spec
+                .tier
+                .as_ref()
+                .and_then(|tier| tier.epochs)
+                .map(|epochs| format!("{}s", epochs.as_secs())),
             on_missing: spec.tier.as_ref().and_then(|tier| match tier.on_missing {
                 OnMissing::Wait => None,
                 OnMissing::Error(time) => Some(format!("error:{}", time.as_secs())),
@@ -414,6 +432,7 @@ mod tests {
             api::DiskSpec { path: "file:///vms/w%FF.qcow2".to_owned(), at: text("mon"), ..rules.clone() },
             api::DiskSpec { at: text("mon"), clone: text("/ci/42.qcow2"), name: text("ci"), ..rules },
             tiered("/var/lib/vmstrata", Some(5)),
+            api::DiskSpec { epochs: text("2h"), ..tiered("/var/lib/vmstrata", None) },
             api::DiskSpec { on_missing: text("error:7"), ..tiered("/var/lib/vmstrata", None) },
             api::DiskSpec {
                 on_outage: api::OnOutage::Stall,
@@ -461,6 +480,21 @@ mod tests {
             let taken = DiskSpec::try_from(on_missing(text)).map(|spec| spec.tier.unwrap().on_missing);
             assert_eq!(taken, on_missing_is.ok_or(SpecError::OnMissing { text: text.to_owned() }));
         }
+        for (text, epochs) in [
+            ("10m", Some(600)),
+            ("600s", Some(600)),
+            ("599s", None),
+            ("24h", Some(86_400)),
+            ("25h", None),
+            ("1d", None),
+            ("20", None),
+            ("", None),
+        ] {
+            let asked = api::DiskSpec { epochs: Some(text.to_owned()), ..plain.clone() };
+            let kept = |spec: DiskSpec| spec.tier.unwrap().options(&Arc::default()).epochs.as_secs();
+            let taken = DiskSpec::try_from(asked).map(kept);
+            assert_eq!(taken, epochs.ok_or(SpecError::Epochs { text: text.to_owned() }));
+        }
         let without = |asked| match refused(api::DiskSpec { tier: None, window: None, ..asked }) {
             SpecError::WithoutTier { key } => key,
             other => panic!("{other}"),
@@ -468,8 +502,9 @@ mod tests {
         let stalls = api::DiskSpec { on_outage: api::OnOutage::Stall, ..plain.clone() };
         let budget = |bytes| api::DiskSpec { outage_bytes: Some(bytes), ..plain.clone() };
         let far = api::DiskSpec { durability: api::DurableAt::Repository, ..plain.clone() };
-        let keys = [stalls, budget(1 << 20), far].map(without);
-        assert_eq!(keys, ["on-outage", "outage-bytes", "durability"]);
+        let kept = api::DiskSpec { epochs: Some("1h".to_owned()), ..plain.clone() };
+        let keys = [kept, stalls, budget(1 << 20), far].map(without);
+        assert_eq!(keys, ["epochs", "on-outage", "outage-bytes", "durability"]);
         let bytes = (1 << 20) - 1;
         assert_eq!(refused(budget(bytes)), SpecError::OutageBytes { bytes });
         let window = api::DiskSpec { tier: None, ..plain.clone() };
