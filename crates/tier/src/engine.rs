@@ -8,7 +8,8 @@
 //!
 //! One thread does all of it, beside the data path. It cuts so that a write is published before it is as old as the window, or when the guest
 //! has written so many bytes, or when a flush waits to be published; never while an epoch waits to be published, so a repository that does not answer
-//! makes one epoch longer, not the chain. A second thread watches the loss window, and slows the guest: [`Window`]. What the first could not publish
+//! makes one epoch longer, not the chain. Whoever takes a snapshot cuts the disk without that thread, which may be stuck in a repository, and leaves
+//! it a name to give ([`Pending`]). A second thread watches the loss window, and slows the guest: [`Window`]. What the first could not publish
 //! it tries again, in order, also after a restart: an epoch is a snapshot of the local disk whose name has its number, and the newest head
 //! says which numbers are published.
 //!
@@ -16,7 +17,7 @@
 //! each other, never into one that is still to be shipped, which would be shipped with their bytes.
 //!
 //! Invariants: epochs are published in the order in which they were cut, each once; a copy that was fenced takes no more writes
-//! and publishes nothing, and keeps its layers.
+//! and publishes nothing, and keeps its layers. Lock order: the epochs of this host, the orders, the window's state.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -37,10 +38,12 @@ use crate::head::{Epoch, EpochNumber, Head, OBJECTS_MAX};
 use crate::merger::{Ground, Merger};
 use crate::meter::Meter;
 use crate::mount;
+use crate::pending::{CutState, Pending};
 use crate::pin::Pin;
 use crate::place::{Copy, Place};
 use crate::publisher::Publisher;
 use crate::stand;
+use crate::states::keep;
 use crate::status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
 use crate::window::{Begin, LOOK_EVERY, Moment, Watch, Window};
 
@@ -61,16 +64,36 @@ pub(crate) struct Shared {
     /// Signalled when the watch has to look.
     pub(crate) watched: Condvar,
     pub(crate) window: Window,
+    pub(crate) pending: Pending,
+    cuts: Mutex<Cuts>,
     meter: Arc<Meter>,
+}
+
+/// The epochs of this host. Who cuts the disk holds them: the engine, or who takes a snapshot, for whom it may be too busy.
+#[derive(Debug)]
+struct Cuts {
+    /// Those that are layers of the local disk, oldest first.
+    layers: Vec<Cut>,
+    /// What was published when the engine began.
+    begun: EpochNumber,
+}
+
+impl Cuts {
+    /// The newest epoch, on this host or published.
+    fn newest(&self) -> EpochNumber {
+        self.layers.last().map_or(self.begun, |cut| cut.number.max(self.begun))
+    }
+
+    fn above(&self, published: EpochNumber) -> impl Iterator<Item = &Cut> {
+        self.layers.iter().filter(move |cut| cut.number > published)
+    }
 }
 
 #[derive(Debug)]
 pub(crate) struct Orders {
-    /// Counts those who asked for a cut that is published; those up to `done` have it.
+    /// Counts those who asked for all that is cut off to be published; for those up to `done` it is.
     pub(crate) asked: u64,
     pub(crate) done: u64,
-    /// The last cut that somebody asked for.
-    pub(crate) cut: AskedCut,
     /// Up to whom it failed, and why.
     pub(crate) failed: (u64, String),
     pub(crate) is_stopped: bool,
@@ -79,19 +102,8 @@ pub(crate) struct Orders {
     pub(crate) status: TierStatus,
 }
 
-/// A cut that somebody asked for.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct AskedCut {
-    /// Up to whom.
-    pub(crate) asked: u64,
-    /// Has all that was written before.
-    pub(crate) epoch: EpochNumber,
-    /// For how long writes were held.
-    pub(crate) pause: Duration,
-}
-
 impl Shared {
-    fn new(place: &Place, head: &Head, window: Window, meter: Arc<Meter>) -> Self {
+    fn new(place: &Place, head: &Head, window: Window, cuts: Vec<Cut>, meter: Arc<Meter>) -> Result<Self> {
         let status = TierStatus {
             repository: place.repository.clone(),
             local: place.local.clone(),
@@ -105,11 +117,11 @@ impl Shared {
             cache: None,
             silent_since: None,
             mount_warnings: mount::warnings(&place.repository),
+            pending: Vec::new(),
         };
         let orders = Orders {
             asked: 0,
             done: 0,
-            cut: AskedCut { asked: 0, epoch: EpochNumber::NONE, pause: Duration::ZERO },
             failed: (0, String::new()),
             is_stopped: false,
             has_ended: false,
@@ -117,7 +129,31 @@ impl Shared {
             status,
         };
         let [changed, watched] = [Condvar::new(), Condvar::new()];
-        Self { orders: Mutex::new(orders), changed, watched, window, meter }
+        let cuts = Mutex::new(Cuts { layers: cuts, begun: head.epoch.number });
+        let (orders, pending) = (Mutex::new(orders), Pending::of(&place.local)?);
+        Ok(Self { orders, changed, watched, window, pending, cuts, meter })
+    }
+
+    /// Cuts off what was written until now, if anything was.
+    pub(crate) fn cut(&self, disk: &Disk) -> Result<CutState> {
+        let mut cuts = self.cuts.lock();
+        if !self.window.is_dirty(disk) {
+            return Ok(CutState { epoch: cuts.newest(), pause: Duration::ZERO });
+        }
+        let number = cuts.newest().next();
+        let (size, time_ns) = (disk.size(), now_ns());
+        let (name, labels) = (number.snapshot_name(), Vec::new());
+        let info = SnapshotInfo { name, taken_ns: time_ns, labels, group: None, origin: None };
+        let Taken { layer, pause, .. } = self.window.cut(disk, || disk.snapshot(&info))?;
+        cuts.layers.push(Cut { number, layer, time_ns, size });
+        self.show(&cuts);
+        Ok(CutState { epoch: number, pause })
+    }
+
+    /// Shows what is not published.
+    fn show(&self, cuts: &Cuts) {
+        let published = self.orders.lock().status.epoch;
+        self.window.set_pending(cuts.above(published).map(|cut| cut.layer.clone()).collect());
     }
 
     pub(crate) fn status(&self) -> TierStatus {
@@ -126,6 +162,7 @@ impl Shared {
         let orders = self.orders.lock();
         let mut status = orders.status.clone();
         status.window = WindowStatus { flushes_wait: orders.flushes.len(), ..self.window.status() };
+        status.pending = self.pending.all();
         if let (TierState::Publishing, Some(since)) = (&status.state, silent_since) {
             let why = format!("{}: it does not answer", status.repository.display());
             status.state = TierState::Stalled { since_ns: since.ns, why };
@@ -175,8 +212,6 @@ pub(crate) struct Engine {
     resources: Arc<Resources>,
     disk: Arc<Disk>,
     publisher: Publisher,
-    /// The epochs that are layers of the local disk, oldest first.
-    cuts: Vec<Cut>,
     merger: Merger,
     /// Keeps what this host's copy stands on.
     pin: Option<Pin>,
@@ -252,13 +287,12 @@ impl Engine {
         };
         let holds_flushes = options.durability != DurableAt::Host || options.on_outage == OnOutage::Stall;
         let window = Window::new(options, publisher.repository().device(), &disk, begin);
-        let shared = Arc::new(Shared::new(place, head, window, meter));
+        let shared = Arc::new(Shared::new(place, head, window, cuts, meter)?);
         if holds_flushes {
             disk.hold_flushes(Some(shared.clone()));
         }
         let engine = Engine {
             shared,
-            cuts,
             merger,
             pin,
             swept: Instant::now(),
@@ -291,7 +325,7 @@ impl Engine {
             if !is_asked && !self.is_due() {
                 continue;
             }
-            let passed = self.pass(is_asked.then_some(asked));
+            let passed = self.pass();
             if passed.is_ok() {
                 self.tidy(is_asked);
             }
@@ -326,24 +360,19 @@ impl Engine {
                 || window.is_cut_due(&self.disk)
                 || self.merger.is_ready()
                 || self.swept.elapsed() >= SWEEP_EVERY
+                || !self.shared.pending.due(self.publisher.head().epoch.number).is_empty()
         };
         (waits || !window.is_held()) && self.retry_at.map_or_else(is_wanted, |at| Instant::now() >= at)
     }
 
-    /// Publishes what waits, and cuts the disk if that is due, or `asked` for, or if flushes wait for that.
-    fn pass(&mut self, asked: Option<u64>) -> Result<()> {
-        if let Some(asked) = asked {
-            let is_dirty = self.shared.window.is_dirty(&self.disk);
-            let pause = if is_dirty { self.cut()? } else { Duration::ZERO };
-            self.shared.orders.lock().cut = AskedCut { asked, epoch: self.newest(), pause };
-            self.shared.changed.notify_all();
-        }
+    /// Publishes what waits, and cuts the disk if that is due, or if flushes wait for that.
+    fn pass(&mut self) -> Result<()> {
         self.publisher.settle()?;
         self.publish_all()?;
         let waits = self.shared.orders.lock().flushes.begin();
         let window = &self.shared.window;
-        if (waits || window.is_cut_due(&self.disk)) && window.is_dirty(&self.disk) {
-            self.cut()?;
+        if waits || window.is_cut_due(&self.disk) {
+            self.shared.cut(&self.disk)?;
             self.publish_all()?;
         }
         self.shared.orders.lock().flushes.published();
@@ -378,7 +407,9 @@ impl Engine {
     /// Goes on merging layers of the repository, and publishes the chain that has come out of it.
     fn merge_layers(&mut self) -> Result<()> {
         let head = &self.publisher.head().epoch;
-        let on_host = self.cuts.iter().find(|cut| cut.number == head.number).map(|cut| cut.layer.clone());
+        let cuts = self.shared.cuts.lock();
+        let on_host = cuts.layers.iter().find(|cut| cut.number == head.number).map(|cut| cut.layer.clone());
+        drop(cuts);
         let state = on_host.unwrap_or_else(|| self.place.layer(head.newest()));
         let Some(objects) = self.merger.go_on(&head.objects, state)? else { return Ok(()) };
         let (before, after) = (head.objects.len(), objects.len());
@@ -477,15 +508,35 @@ impl Engine {
 
     /// Ships and publishes the epochs of this host that are not published, oldest first.
     fn publish_all(&mut self) -> Result<()> {
-        let pending: Vec<Cut> = self.pending().cloned().collect();
-        pending.iter().try_for_each(|cut| self.publish(cut))?;
+        self.name_published()?;
+        let published = self.publisher.head().epoch.number;
+        let waiting: Vec<Cut> = self.shared.cuts.lock().above(published).cloned().collect();
+        for cut in &waiting {
+            self.publish(cut)?;
+            // Before the next one: what is not the newest any more may be deleted some time.
+            self.name_published()?;
+        }
         self.report();
         Ok(())
     }
 
-    fn pending(&self) -> impl Iterator<Item = &Cut> {
-        let published = self.publisher.head().epoch.number;
-        self.cuts.iter().filter(move |cut| cut.number > published)
+    /// Gives states that are published the names that they waited for.
+    fn name_published(&self) -> Result<()> {
+        let (repository, pending) = (&**self.publisher.repository(), &self.shared.pending);
+        for snapshot in pending.due(self.publisher.head().epoch.number) {
+            let (disk, name) = (self.place.path.display(), &snapshot.name);
+            let kept = match keep(repository, &snapshot) {
+                Ok(pin) => Some(pin),
+                Err(error @ (Error::NameTaken { .. } | Error::NotKept { .. })) => {
+                    tracing::error!(%disk, name, "a snapshot is lost: {}", told(&error));
+                    None
+                }
+                Err(error) => return Err(error),
+            };
+            let is_wanted = pending.remove(name, snapshot.taken_ns)?;
+            kept.filter(|_| !is_wanted).map_or(Ok(()), |pin| pin.release(repository))?;
+        }
+        Ok(())
     }
 
     fn publish(&mut self, cut: &Cut) -> Result<()> {
@@ -520,25 +571,6 @@ impl Engine {
         Ok(())
     }
 
-    /// Cuts off what was written until now. Returns for how long writes were held.
-    fn cut(&mut self) -> Result<Duration> {
-        let number = self.newest().next();
-        let (size, time_ns) = (self.disk.size(), now_ns());
-        let (name, labels) = (number.snapshot_name(), Vec::new());
-        let info = SnapshotInfo { name, taken_ns: time_ns, labels, group: None, origin: None };
-        let taken = self.shared.window.cut(&self.disk, || self.disk.snapshot(&info))?;
-        let Taken { layer, pause, .. } = taken;
-        self.cuts.push(Cut { number, layer, time_ns, size });
-        self.report();
-        Ok(pause)
-    }
-
-    /// The newest epoch, on this host or published.
-    fn newest(&self) -> EpochNumber {
-        let published = self.publisher.head().epoch.number;
-        self.cuts.last().map_or(published, |cut| cut.number.max(published))
-    }
-
     /// Makes the disk's path lead to what is published.
     fn point(&mut self) -> Result<()> {
         let epoch = &self.publisher.head().epoch;
@@ -551,13 +583,17 @@ impl Engine {
 
     /// Merges published epochs on this host into the newest of them.
     fn merge_published(&mut self) -> Result<()> {
-        let published = self.cuts.len() - self.pending().count();
-        if published < MERGE_AT || self.merger.is_reading() {
+        let published = self.publisher.head().epoch.number;
+        let held = self.shared.cuts.lock();
+        let done = held.layers.iter().filter(|cut| cut.number <= published);
+        let names: Vec<String> = done.map(|cut| cut.number.snapshot_name()).collect();
+        drop(held);
+        if names.len() < MERGE_AT || self.merger.is_reading() {
             return Ok(());
         }
-        let names = self.cuts[..published - 1].iter().map(|cut| cut.number.snapshot_name());
-        let merged = self.merge(&names.collect::<Vec<_>>());
-        self.cuts = cuts(self.disk.path(), &self.open)?;
+        let merged = self.merge(&names[..names.len() - 1]);
+        let mut held = self.shared.cuts.lock();
+        held.layers = cuts(self.disk.path(), &self.open)?;
         merged
     }
 
@@ -578,12 +614,14 @@ impl Engine {
 
     /// Shows what there is to say.
     fn report(&self) {
-        self.shared.window.set_pending(self.pending().map(|cut| cut.layer.clone()).collect());
-        self.shared.window.look(&self.disk);
         let head = self.publisher.head();
-        let status = &mut self.shared.orders.lock().status;
+        let mut orders = self.shared.orders.lock();
+        let status = &mut orders.status;
         status.epoch = head.epoch.number;
         status.epoch_time_ns = head.epoch.time_ns;
         status.layers = head.epoch.objects.len();
+        drop(orders);
+        self.shared.show(&self.shared.cuts.lock());
+        self.shared.window.look(&self.disk);
     }
 }

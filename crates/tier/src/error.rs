@@ -43,6 +43,14 @@ pub enum Error {
         /// The name.
         name: String,
     },
+    /// More snapshots than may wait until they are published.
+    #[error("{}: {most} snapshots wait until they are published, which is the most", file.display())]
+    TooManyPending {
+        /// The file that has them.
+        file: PathBuf,
+        /// How many may.
+        most: usize,
+    },
     /// No state of that name, or none as old as that.
     #[error("{repository}: {why}")]
     NoState {

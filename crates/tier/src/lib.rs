@@ -21,6 +21,7 @@
 //! | [`publisher`](Publisher) | who publishes, and that nobody else does |
 //! | [`look`](newest) | what a repository holds, and how old that knowledge may be |
 //! | [`pin`](Pin), `states` | what keeps a state for its readers, and under which names people find one |
+//! | [`pending`](PendingSnapshot) | snapshots that were cut off and are not published yet |
 //! | [`merge`](Merge), `merger` | which layers become one, and the thread that makes them so |
 //! | `stand` | what the copy on this host stands on |
 //! | `retain` | what may be deleted |
@@ -55,6 +56,7 @@ mod metered;
 mod mount;
 mod object;
 mod pacer;
+mod pending;
 mod pin;
 mod place;
 mod publisher;
@@ -82,11 +84,12 @@ pub use head::{
 pub use look::{KEEP, newest, states};
 pub use merge::{LAYERS_MAX, Merge};
 pub use object::{Shipment, adopt, ship};
+pub use pending::{CutState, PendingSnapshot};
 pub use pin::{Pin, Purpose};
 pub use place::{Elsewhere, Place, repository_of};
 pub use publisher::{Claim, Publisher};
 pub use remote::{CachedLayer, OnMissing, Remote};
-pub use states::{age_of, find_state, forget, snapshots};
+pub use states::{age_of, find_snapshot, find_state, forget, snapshots};
 pub use status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
 pub use tiered::{TakenState, Tiered};
 pub use wire::Wire;

@@ -32,6 +32,8 @@ pub enum Purpose {
     Snapshot {
         /// The snapshot's name, as one of an ordinary disk.
         name: String,
+        /// When it was taken, in nanoseconds since 1970, as whoever took it says. With the name it tells a snapshot from all others.
+        taken_ns: u64,
         /// Its labels.
         labels: Vec<(String, String)>,
     },

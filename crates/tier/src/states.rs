@@ -6,10 +6,12 @@ use std::time::Duration;
 
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_repo::Repository;
+use vmstrata_types::time::rfc3339;
 
 use crate::error::{Error, Result};
 use crate::head::Epoch;
 use crate::look::Heads;
+use crate::pending::PendingSnapshot;
 use crate::pin::{Pin, Purpose};
 
 /// The snapshots of a disk, oldest first.
@@ -19,8 +21,8 @@ use crate::pin::{Pin, Purpose};
 pub fn snapshots(repository: &dyn Repository) -> Result<Vec<(SnapshotInfo, Pin)>> {
     let named = |pin: Pin| match &pin.purpose {
         // One without layers is no state of a disk, whoever made it.
-        Purpose::Snapshot { name, labels } if !pin.epoch.objects.is_empty() => {
-            let (name, labels, taken_ns) = (name.clone(), labels.clone(), pin.epoch.time_ns);
+        Purpose::Snapshot { name, taken_ns, labels } if !pin.epoch.objects.is_empty() => {
+            let (name, labels, taken_ns) = (name.clone(), labels.clone(), *taken_ns);
             Some((SnapshotInfo { name, labels, taken_ns, ..SnapshotInfo::default() }, pin))
         }
         _ => None,
@@ -30,14 +32,39 @@ pub fn snapshots(repository: &dyn Repository) -> Result<Vec<(SnapshotInfo, Pin)>
     Ok(snapshots)
 }
 
-/// What the pin of a snapshot is for whose name is free.
-pub(crate) fn name_for(repository: &dyn Repository, info: &SnapshotInfo) -> Result<Purpose> {
-    info.encode()?;
-    let name = info.name.clone();
+/// Refuses a name that a snapshot has.
+pub(crate) fn check_free(repository: &dyn Repository, name: &str) -> Result<()> {
     if snapshots(repository)?.iter().any(|(other, _)| other.name == name) {
-        return Err(Error::NameTaken { repository: repository.describe(), name });
+        return Err(Error::NameTaken { repository: repository.describe(), name: name.to_owned() });
     }
-    Ok(Purpose::Snapshot { name, labels: info.labels.clone() })
+    Ok(())
+}
+
+/// The pin of a snapshot, by its name and when it was taken.
+///
+/// # Errors
+/// [`Error::NoState`], which says what there is; what the repository reports.
+pub fn find_snapshot(repository: &dyn Repository, name: &str, taken_ns: u64) -> Result<Pin> {
+    let found = snapshots(repository)?.into_iter().find(|(info, _)| info.name == name);
+    let why = match found {
+        Some((info, pin)) if info.taken_ns == taken_ns => return Ok(pin),
+        Some((info, _)) => format!("'{name}' is another snapshot, of {}", rfc3339(info.taken_ns)),
+        None => format!("no snapshot '{name}'"),
+    };
+    Err(Error::NoState { repository: repository.describe(), why })
+}
+
+/// Keeps a state that is published under the name that it waited for.
+///
+/// # Errors
+/// [`Error::NameTaken`], [`Error::NotKept`]: it never will be; what the repository reports.
+pub(crate) fn keep(repository: &dyn Repository, snapshot: &PendingSnapshot) -> Result<Pin> {
+    // A process that was killed may have done it.
+    if let Ok(pin) = find_snapshot(repository, &snapshot.name, snapshot.taken_ns) {
+        return Ok(pin);
+    }
+    check_free(repository, &snapshot.name)?;
+    Pin::make(repository, Some(snapshot.epoch), &snapshot.purpose())
 }
 
 /// The state of a name: a snapshot's, or `-30s`, `-10m`, `-2h` for the newest that is as old as that.

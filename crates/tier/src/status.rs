@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::cache::CacheUse;
 use crate::head::{EpochNumber, Generation, OwnerId};
 use crate::look::KEEP;
+use crate::pending::PendingSnapshot;
 use crate::wire::Wire;
 
 /// When a disk is cut, and what guests notice of it.
@@ -119,6 +120,8 @@ pub struct TierStatus {
     pub mount_warnings: Vec<String>,
     /// What is on this host alone, and what the guest notices of it.
     pub window: WindowStatus,
+    /// Snapshots that are not published yet, oldest first.
+    pub pending: Vec<PendingSnapshot>,
 }
 
 /// What of a disk is not published, and what its guest notices of that.

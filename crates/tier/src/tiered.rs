@@ -1,7 +1,7 @@
 //! A tiered disk as its server has it: opened, told of, asked for what cannot wait, and ended. What publishes it is the engine.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -15,16 +15,18 @@ use crate::engine::{Engine, Held, Orders, Shared};
 use crate::error::{Error, Result};
 use crate::meter::Meter;
 use crate::metered::Metered;
-use crate::pin::Pin;
+use crate::pending::{CutState, PendingSnapshot};
 use crate::place::Place;
 use crate::remote::Remote;
-use crate::states::name_for;
+use crate::states::{check_free, find_snapshot};
 use crate::status::{DurableAt, TierOptions, TierState, TierStatus};
 
 /// A tiered disk that is published from this host until this is dropped.
 #[derive(Debug)]
 pub struct Tiered {
     shared: Arc<Shared>,
+    /// Whoever closes the disk waits for no more than a cut.
+    disk: Weak<Disk>,
     repository: Arc<dyn Repository>,
     /// What reads the layers that are in the repository, if they are read through a cache.
     remote: Option<Arc<Remote>>,
@@ -39,6 +41,7 @@ pub struct TakenState {
     /// For how long the guest's writes were held.
     pub pause: Duration,
 }
+
 impl Tiered {
     /// Opens a tiered disk, or makes an ordinary image one, and publishes it from now on.
     ///
@@ -67,7 +70,8 @@ impl Tiered {
         let watch = move || watched.0.watch(&watched.1);
         let start = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let publishes = start("tier").spawn(move || engine.run()).map_err(failed())?;
-        let tiered = Self { shared, repository, remote, threads: Mutex::new(vec![publishes]) };
+        let (disk_of, threads) = (Arc::downgrade(&disk), Mutex::new(vec![publishes]));
+        let tiered = Self { shared, disk: disk_of, repository, remote, threads };
         // The watch ends with the engine.
         tiered.threads.lock().push(start("tier-watch").spawn(watch).map_err(failed())?);
         Ok((disk, tiered))
@@ -112,14 +116,8 @@ impl Tiered {
     /// # Errors
     /// [`Error::NotPublished`], also at `deadline`: the engine tries on, unless it was fenced.
     pub fn sync(&self, deadline: Instant) -> Result<TierStatus> {
-        let own = self.ask();
-        self.wait(deadline, |orders| match orders {
-            Orders { done, .. } if *done >= own => Some(Ok(())),
-            Orders { failed: (failed, why), .. } if *failed >= own => {
-                Some(Err(Error::NotPublished(why.clone())))
-            }
-            _ => None,
-        })?;
+        self.cut()?;
+        self.publish(deadline)?;
         Ok(self.status())
     }
 
@@ -127,37 +125,70 @@ impl Tiered {
     /// returns when it is published.
     ///
     /// # Errors
-    /// [`Error::NameTaken`], a name that is none; [`Error::NotPublished`], also at `deadline`: the state has no name then.
+    /// [`Error::NameTaken`], a name that is none; [`Error::NotPublished`], also at `deadline`: the state gets no name then.
     pub fn snapshot(
         &self,
         info: &SnapshotInfo,
         deadline: Instant,
         is_cut: impl FnOnce(),
     ) -> Result<TakenState> {
-        let repository = &*self.repository;
-        let named = name_for(repository, info)?;
-        let own = self.ask();
-        let cut = self.wait(deadline, |orders| match orders {
-            Orders { cut, .. } if cut.asked >= own => Some(Ok(*cut)),
+        check_free(&*self.repository, &info.name)?;
+        let cut = self.cut_for(info);
+        is_cut();
+        let CutState { pause, .. } = cut?;
+        let published = self.publish(deadline);
+        if self.withdraw(&info.name, info.taken_ns)? {
+            published?;
+        }
+        let pin = find_snapshot(&*self.repository, &info.name, info.taken_ns)?;
+        let layer = self.status().repository.join(pin.epoch.newest().layer_name().as_str());
+        Ok(TakenState { layer, pause })
+    }
+
+    /// Cuts off the disk's state of now, and does not ask the repository for anything. The state gets the name once it is published, also by
+    /// the process that goes on with this host's copy after this one; if another snapshot has that name by then, it gets none, and the log
+    /// says so.
+    ///
+    /// # Errors
+    /// [`Error::NameTaken`] by one that waits, a name that is none, too many that wait; whatever the host reports.
+    pub fn cut_for(&self, info: &SnapshotInfo) -> Result<CutState> {
+        info.encode()?;
+        let cut = self.cut()?;
+        self.shared.pending.add(PendingSnapshot::new(info, cut.epoch))?;
+        self.shared.changed.notify_all();
+        Ok(cut)
+    }
+
+    /// Gives a state that waits to be published no name. False if it does not wait: it has its name, or there is none.
+    ///
+    /// # Errors
+    /// Whatever the host reports: it still waits.
+    pub fn withdraw(&self, name: &str, taken_ns: u64) -> Result<bool> {
+        self.shared.pending.remove(name, taken_ns)
+    }
+
+    fn cut(&self) -> Result<CutState> {
+        match self.disk.upgrade().filter(|_| !self.shared.orders.lock().has_ended) {
+            Some(disk) => self.shared.cut(&disk),
+            None => Err(ended(&self.shared.orders.lock())),
+        }
+    }
+
+    /// Has what is cut off published, and waits for it.
+    fn publish(&self, deadline: Instant) -> Result<()> {
+        let own = {
+            let mut orders = self.shared.orders.lock();
+            orders.asked += 1;
+            self.shared.changed.notify_all();
+            orders.asked
+        };
+        self.wait(deadline, |orders| match orders {
+            Orders { done, .. } if *done >= own => Some(Ok(())),
             Orders { failed: (failed, why), .. } if *failed >= own => {
                 Some(Err(Error::NotPublished(why.clone())))
             }
             _ => None,
-        });
-        is_cut();
-        let cut = cut?;
-        self.wait(deadline, |orders| (orders.status.epoch >= cut.epoch).then_some(Ok(())))?;
-        let pin = Pin::make(repository, Some(cut.epoch), &named)?;
-        let layer = self.status().repository.join(pin.epoch.newest().layer_name().as_str());
-        Ok(TakenState { layer, pause: cut.pause })
-    }
-
-    /// Asks for a cut. Returns who asks.
-    fn ask(&self) -> u64 {
-        let mut orders = self.shared.orders.lock();
-        orders.asked += 1;
-        self.shared.changed.notify_all();
-        orders.asked
+        })
     }
 
     /// Waits until there is an answer.
@@ -168,11 +199,7 @@ impl Tiered {
                 return answer;
             }
             if orders.has_ended {
-                let why = match &orders.status.state {
-                    TierState::Fenced { why } => why.clone(),
-                    _ => format!("{}: it is being closed", orders.status.local.display()),
-                };
-                return Err(Error::NotPublished(why));
+                return Err(ended(&orders));
             }
             if self.shared.changed.wait_until(&mut orders, deadline).timed_out() {
                 let repository = orders.status.repository.display();
@@ -206,6 +233,14 @@ impl Tiered {
         }
         true
     }
+}
+
+/// Why a disk is not published any more.
+fn ended(orders: &Orders) -> Error {
+    Error::NotPublished(match &orders.status.state {
+        TierState::Fenced { why } => why.clone(),
+        _ => format!("{}: it is being closed", orders.status.local.display()),
+    })
 }
 
 impl Drop for Tiered {

@@ -20,8 +20,8 @@ use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
 use vmstrata_repo::DirectoryRepository;
 use vmstrata_tier::{
-    Error, LAYERS_MAX, Pin, Place, TierState, Tiered, find_state, forget, is_object_name, repository_of,
-    revert, snapshots, states,
+    Error, LAYERS_MAX, Pin, Place, TierState, Tiered, find_snapshot, find_state, forget, is_object_name,
+    repository_of, revert, snapshots, states,
 };
 
 /// The guest's writes from one number to another.
@@ -405,9 +405,6 @@ fn a_snapshot_keeps_its_state_and_a_disk_goes_back_to_it() {
     writes(&disk, 31..=40);
     end(disk, &tiered);
 
-    let names = |path| -> Vec<String> {
-        snapshots(&repository(path)).unwrap().into_iter().map(|(info, _)| info.name).collect()
-    };
     assert_eq!(names(&path), ["monday"]);
     let state = find_state(&repository(&path), "monday", 0).unwrap();
     assert!(find_state(&repository(&path), "sunday", 0).unwrap_err().to_string().contains("monday"));
@@ -424,6 +421,60 @@ fn a_snapshot_keeps_its_state_and_a_disk_goes_back_to_it() {
     forget(&repository(&path), "monday").unwrap();
     assert_eq!(names(&path), Vec::<String>::new());
     forget(&repository(&path), "monday").unwrap_err();
+}
+
+fn names(path: &Path) -> Vec<String> {
+    snapshots(&repository(path)).unwrap().into_iter().map(|(info, _)| info.name).collect()
+}
+
+#[test]
+fn a_snapshot_that_was_cut_gets_its_name_when_it_is_published_also_by_the_next_process() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = half_published(&path, tier.path());
+    let (its_repository, away) = (repository_of(&path), nas.path().join("away"));
+    fs::rename(&its_repository, &away).unwrap();
+    let cut = tiered.cut_for(&named("monday")).unwrap();
+    let twice = tiered.cut_for(&named("monday")).unwrap_err();
+    assert!(matches!(twice, Error::NameTaken { .. }), "{twice}");
+    let pending = tiered.status().pending;
+    assert_eq!((pending.len(), &*pending[0].name, pending[0].epoch), (1, "monday", cut.epoch));
+    writes(&disk, 21..=30);
+    tiered.cut_for(&named("unwanted")).unwrap();
+    assert!(tiered.withdraw("unwanted", 1).unwrap() && !tiered.withdraw("unwanted", 1).unwrap());
+    end(disk, &tiered);
+    fs::rename(&away, &its_repository).unwrap();
+    assert_eq!(names(&path), Vec::<String>::new());
+
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    wait_until("it has its name", || names(&path) == ["monday"]);
+    wait_until("it waits no more", || tiered.status().pending.is_empty());
+    let pin = find_snapshot(&repository(&path), "monday", 1).unwrap();
+    assert_eq!(pin.epoch.number, cut.epoch);
+    let layer = its_repository.join(pin.epoch.newest().layer_name().as_str());
+    assert_eq!(writes_of(&content(&layer, "qcow2")), 20);
+    let other = find_snapshot(&repository(&path), "monday", 2).unwrap_err().to_string();
+    assert!(other.contains("'monday' is another snapshot"), "{other}");
+    // Nothing was written since: what is published already gets the name.
+    sync(&tiered).unwrap();
+    let cut = tiered.cut_for(&named("again")).unwrap();
+    assert_eq!(cut.epoch, tiered.status().epoch);
+    wait_until("it has its name", || names(&path) == ["monday", "again"]);
+    end(disk, &tiered);
+}
+
+#[test]
+fn a_snapshot_whose_name_another_one_got_meanwhile_is_lost() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = half_published(&path, tier.path());
+    tiered.snapshot(&named("monday"), soon(), || {}).unwrap();
+    tiered.cut_for(&SnapshotInfo { taken_ns: 2, ..named("monday") }).unwrap();
+    wait_until("it is given up", || tiered.status().pending.is_empty());
+    find_snapshot(&repository(&path), "monday", 1).unwrap();
+    find_snapshot(&repository(&path), "monday", 2).unwrap_err();
+    assert_eq!(tiered.status().state, TierState::Publishing);
+    end(disk, &tiered);
 }
 
 #[test]
