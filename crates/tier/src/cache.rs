@@ -16,7 +16,8 @@
 //! - A read holds a layer's token from before it looks at chunks to its end. Eviction takes a chunk out of the table, replaces the token, and
 //!   frees the chunk's bytes once no read holds the old token. It does not wait for that: the budget is exceeded meanwhile.
 //! - A layer gives up no more chunks before those are gone: who holds an older token needs no newer one.
-//! - One process uses the directory at a time.
+//! - One process writes the directory at a time. Others may read what it has beside it: for them nothing is ever here, and they prove each
+//!   chunk that they find.
 //!
 //! Lock order: one at a time, but for a layer's file under the room.
 
@@ -34,6 +35,7 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use parking_lot::{Condvar, Mutex};
+use rustix::fs::{MemfdFlags, memfd_create};
 use vmstrata_disk::merge::available_bytes;
 use vmstrata_store::{Access, Directory, Fetched, FileOptions, FileStore, Hold, Place, Store};
 use vmstrata_types::HostOffset;
@@ -76,8 +78,8 @@ pub struct Cache {
     watched: Condvar,
     is_closed: Mutex<bool>,
     closing: Condvar,
-    /// Keeps the directory locked.
-    _lock: File,
+    /// Keeps the directory locked; `None` where another process does, and this one only reads.
+    lock: Option<File>,
 }
 
 /// What is put around each file of the cache: tests fail and delay what is done with it.
@@ -390,6 +392,36 @@ impl Cache {
         )
     }
 
+    /// What another process keeps in a directory: each chunk is proved and used, and what is missing is read from the repository, and not
+    /// kept.
+    ///
+    /// # Errors
+    /// A directory that cannot be read.
+    pub fn beside(dir: &Path) -> Result<Arc<Self>> {
+        let cache = Directory::open(dir).map(|dir| Self::new(dir, None, |file| file));
+        cache.map(Arc::new).map_err(|source| Error::Cache { path: dir.to_owned(), source })
+    }
+
+    fn new(
+        dir: Directory,
+        lock: Option<File>,
+        wrap: impl Fn(Arc<dyn Store>) -> Arc<dyn Store> + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            dir,
+            budget: u64::MAX,
+            wrap: Wrap(Box::new(wrap)),
+            room: Mutex::default(),
+            fetched: AtomicU64::new(0),
+            is_failing: AtomicBool::new(false),
+            watch: Mutex::default(),
+            watched: Condvar::new(),
+            is_closed: Mutex::new(false),
+            closing: Condvar::new(),
+            lock,
+        }
+    }
+
     fn opened(
         dir: &Path,
         wrap: impl Fn(Arc<dyn Store>) -> Arc<dyn Store> + Send + Sync + 'static,
@@ -399,19 +431,7 @@ impl Cache {
             DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
             let dir = Directory::open(dir)?;
             let lock = lock(&dir)?;
-            Ok(Self {
-                dir,
-                budget: u64::MAX,
-                wrap: Wrap(Box::new(wrap)),
-                room: Mutex::default(),
-                fetched: AtomicU64::new(0),
-                is_failing: AtomicBool::new(false),
-                watch: Mutex::default(),
-                watched: Condvar::new(),
-                is_closed: Mutex::new(false),
-                closing: Condvar::new(),
-                _lock: lock,
-            })
+            Ok(Self::new(dir, Some(lock), wrap))
         };
         let cache = open().and_then(|mut cache| {
             cache.find()?;
@@ -442,6 +462,11 @@ impl Cache {
     /// Its directory.
     pub fn path(&self) -> PathBuf {
         self.dir.path().to_owned()
+    }
+
+    /// Whether this process fills it.
+    pub(crate) fn is_own(&self) -> bool {
+        self.lock.is_some()
     }
 
     pub(crate) fn is_closed(&self) -> bool {
@@ -530,6 +555,9 @@ impl Cache {
             return Ok(file);
         }
         let place = self.chunks_place(layer.id);
+        if !self.is_own() {
+            return self.file_beside(&place);
+        }
         let opened = self.wrapped(place.open_or_create(PRIVATE)?, &place)?;
         if opened.len()? != layer.len {
             opened.set_len(0)?;
@@ -537,6 +565,18 @@ impl Cache {
         }
         *file = Some(Arc::downgrade(&opened));
         Ok(opened)
+    }
+
+    /// The file that another process may have of a layer; an empty one otherwise.
+    fn file_beside(&self, place: &Place) -> io::Result<Arc<dyn Store>> {
+        let file = match place.open(Access::ReadOnly) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                File::from(memfd_create("none", MemfdFlags::CLOEXEC)?)
+            }
+            opened => opened?,
+        };
+        let options = FileOptions { access: Access::ReadOnly, lock: None, ..FileOptions::FROZEN };
+        Ok(Arc::new(FileStore::new(file, &place.path(), &options).map_err(io::Error::other)?))
     }
 
     fn wrapped(&self, file: File, place: &Place) -> io::Result<Arc<dyn Store>> {
@@ -566,6 +606,9 @@ impl Cache {
     /// # Errors
     /// Whatever the host reports.
     pub(crate) fn keep_companion(&self, id: ObjectId, bytes: &[u8]) -> io::Result<()> {
+        if !self.is_own() {
+            return Ok(());
+        }
         let mut file = self.companion_place(id).open_or_create(PRIVATE)?;
         file.set_len(0)?;
         file.write_all(bytes)

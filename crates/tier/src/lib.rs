@@ -89,7 +89,7 @@ pub use pin::{Pin, Purpose};
 pub use place::{Elsewhere, Place, repository_of};
 pub use publisher::{Claim, Publisher};
 pub use remote::{CachedLayer, OnMissing, Remote};
-pub use states::{age_of, find_snapshot, find_state, forget, snapshots};
+pub use states::{age_of, find_snapshot, find_state, forget, open_state, snapshots};
 pub use status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
 pub use tiered::{TakenState, Tiered};
 pub use wire::Wire;

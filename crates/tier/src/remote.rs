@@ -332,6 +332,9 @@ impl Far {
     /// `InvalidData` for other bytes than were shipped; else it may come later.
     fn bring(&self, chunk: usize) -> Result<Fetched, Failure> {
         let cache = &self.remote.cache;
+        if !cache.is_own() {
+            return Ok(Fetched::NotKept);
+        }
         let claimed = cache.claim(&self.cached, chunk);
         if claimed == Claimed::Here {
             return Ok(Fetched::Here);
@@ -394,11 +397,14 @@ impl Far {
         Ok(())
     }
 
-    /// Reads a part of a chunk from the repository, past the cache's file.
+    /// Reads a part of a chunk that this process cannot keep: from the repository, unless another process has it.
     fn read_past(&self, chunk: usize, into: &[Segment<'_>], at: HostOffset) -> Result<(), Failure> {
         let companion = self.remote.companion(&self.object, &self.cached)?;
         let mut bytes = vec![0; self.cached.chunk_len(chunk) as usize];
-        if !companion.unpack(chunk, &mut bytes) {
+        let at_chunk = Cached::place_of(chunk);
+        let is_beside = !self.remote.cache.is_own() && self.file.read_exact(&mut bytes, at_chunk).is_ok();
+        let is_right = is_beside && companion.digests.prove(chunk, &bytes);
+        if !is_right && !companion.unpack(chunk, &mut bytes) {
             self.fetch(chunk, &companion, &mut bytes)?;
         }
         let from = (at.get() - Cached::place_of(chunk).get()) as usize;
@@ -455,6 +461,9 @@ impl CachedLayer {
     /// Reads what of a chunk `into` is for, and waits for it if it is elsewhere.
     fn read(&self, chunk: usize, into: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
         let Far { cached, remote, file, .. } = &*self.0;
+        if !remote.cache.is_own() {
+            return self.0.read_past(chunk, into, at).map_err(|failure| failure.error());
+        }
         let (mut is_again, mut is_kept) = (false, true);
         loop {
             let Some(hold) = cached.hold(chunk..chunk + 1) else {

@@ -2,17 +2,24 @@
 //!
 //! A snapshot is a pin that has a name. What the disk was like a while ago, its kept heads say.
 
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use vmstrata_disk::snapshot::SnapshotInfo;
+use vmstrata_disk::{Disk, Format, OpenOptions, Resources};
 use vmstrata_repo::Repository;
 use vmstrata_types::time::rfc3339;
 
+use crate::cache::Cache;
+use crate::cached_files::{CachedFiles, ReadThrough};
 use crate::error::{Error, Result};
 use crate::head::Epoch;
 use crate::look::Heads;
 use crate::pending::PendingSnapshot;
 use crate::pin::{Pin, Purpose};
+use crate::place::Place;
+use crate::remote::OnMissing;
 
 /// The snapshots of a disk, oldest first.
 ///
@@ -105,6 +112,33 @@ pub fn age_of(text: &str) -> Option<Duration> {
     };
     let count: u64 = text[..text.len() - 1].parse().ok()?;
     Some(Duration::from_secs(count.checked_mul(seconds).filter(|seconds| *seconds < 1 << 32)?))
+}
+
+/// Opens a state for reading that a pin keeps, of the tiered disk at `path`. Its layers come by way of what another process keeps of them in
+/// the directory `cache`, if one is named; `files` opens the files of all disks of `resources`.
+///
+/// # Errors
+/// A layer that cannot be read; whatever the host reports.
+pub fn open_state(
+    path: &Path,
+    epoch: &Epoch,
+    reading: (Option<&Path>, &Arc<CachedFiles>),
+    open: &OpenOptions,
+    resources: &Arc<Resources>,
+) -> Result<Arc<Disk>> {
+    let place = Place::of(path, Path::new("/"))?;
+    let place = match reading {
+        (Some(cache), files) => {
+            let cache = Cache::beside(cache)?;
+            place.read_through(ReadThrough::new(Arc::clone(files), cache, OnMissing::Wait))
+        }
+        (None, _) => place,
+    };
+    place.show(epoch)?;
+    let mut open = OpenOptions { read_only: true, format: Some(Format::Qcow2), ..open.clone() };
+    open.allow_backing.push(place.repository.clone());
+    open.opener = place.opener();
+    Ok(Disk::open(&place.layer(epoch.newest()), &open, resources)?)
 }
 
 /// Takes a snapshot's name away: its state may then be deleted.

@@ -555,3 +555,26 @@ fn a_killed_process_leaves_chunks_that_are_proved_or_fetched() {
         assert!((1..11).contains(&fetched), "{fetched} chunks were fetched");
     });
 }
+
+#[test]
+fn another_process_uses_what_is_there_and_proves_it_and_keeps_nothing() {
+    let world = World::new();
+    Cache::beside(&world.dir()).unwrap_err();
+    let (own, layer) = world.open(SOON);
+    read(&layer, 0, 3 * CHUNK as usize).unwrap();
+    let reads = world.link.reads();
+    flip(&world.cached_file(), CHUNK + 5);
+    let beside = Cache::beside(&world.dir()).unwrap();
+    let other = world.layer(&beside, OnMissing::Wait);
+    world.check(&other);
+    // The chunk that was changed, and those that are not there.
+    assert_eq!(world.link.reads() - reads, 1 + 8);
+    assert_eq!((own.usage().bytes, beside.usage().bytes), (3 * CHUNK, 0));
+    world.link.set(Mood::Fails);
+    assert_eq!(read(&other, 2 * CHUNK, 100).unwrap(), world.bytes[2 * CHUNK as usize..][..100]);
+    read(&other, 5 * CHUNK, 100).unwrap_err();
+    drop((own, layer));
+    fs::remove_file(world.cached_file()).unwrap();
+    world.link.set(Mood::Answers);
+    world.check(&world.layer(&Cache::beside(&world.dir()).unwrap(), OnMissing::Wait));
+}
