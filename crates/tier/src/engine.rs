@@ -376,6 +376,7 @@ impl Engine {
             self.publish_all()?;
         }
         self.shared.orders.lock().flushes.published();
+        self.name_published()?;
         match self.bound() {
             Err(error) if !matches!(error, Error::Fenced { .. }) => {
                 let disk = self.place.path.display();
@@ -508,13 +509,12 @@ impl Engine {
 
     /// Ships and publishes the epochs of this host that are not published, oldest first.
     fn publish_all(&mut self) -> Result<()> {
-        self.name_published()?;
         let published = self.publisher.head().epoch.number;
         let waiting: Vec<Cut> = self.shared.cuts.lock().above(published).cloned().collect();
         for cut in &waiting {
+            // Before the next one, which lets go of this state some time. The end of the pass tries again, and tells what fails.
+            let _ = self.name_published();
             self.publish(cut)?;
-            // Before the next one: what is not the newest any more may be deleted some time.
-            self.name_published()?;
         }
         self.report();
         Ok(())
