@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use vmstrata_repo::Repository;
 use vmstrata_tier::{
-    Claim, Epoch, EpochNumber, Error, Generation, Head, HeadNumber, KEEP, Merge, Object, ObjectId, OwnerId,
+    Claim, DiskState, Epoch, EpochNumber, Error, Generation, Head, HeadNumber, KEEP, Merge, Object, ObjectId, OwnerId,
     Pin, PinId, Publisher, Purpose, Result, ship, states,
 };
 
@@ -167,7 +167,7 @@ impl Ledger {
             let Some(newest) = book.log.last() else { return };
             let kept = book.log.iter().filter(|entry| entry.head.number >= newest.head.floor);
             let mut named: BTreeSet<ObjectId> =
-                kept.flat_map(|entry| &entry.head.epoch.objects).map(|object| object.id).collect();
+                kept.flat_map(|entry| entry.head.epoch.objects()).map(|object| object.id).collect();
             for (name, bytes) in &book.objects {
                 if PinId::of(name).is_some() {
                     let text = String::from_utf8_lossy(bytes);
@@ -220,8 +220,7 @@ impl Book {
         let is_claim = head.generation > generation && head.epoch == *epoch;
         let is_same_process = head.generation == generation && Some(head.owner) == owner;
         let is_merge = is_same_process
-            && Epoch { objects: Vec::new(), ..head.epoch.clone() }
-                == Epoch { objects: Vec::new(), ..epoch.clone() };
+            && Epoch { disks: Vec::new(), ..head.epoch.clone() } == Epoch { disks: Vec::new(), ..epoch.clone() };
         let is_next = is_same_process && head.epoch.number == epoch.number.next();
         let floor = self.log.last().map_or(HeadNumber::FIRST, |entry| entry.head.floor);
         if head.number != number || head.floor < floor || !(is_claim || is_merge || is_next) {
@@ -244,7 +243,7 @@ impl Book {
     /// What an epoch reads, by the names in its layers.
     fn read(&self, epoch: &Epoch) -> State {
         let (mut state, mut below) = (State::default(), None);
-        for object in &epoch.objects {
+        for object in epoch.objects() {
             let name = object.id.layer_name();
             let whole =
                 |bytes: &&Vec<u8>| bytes.len() as u64 == object.bytes && blake3::hash(bytes) == object.blake3;
@@ -271,7 +270,7 @@ impl Book {
         let is_kept = |entry: &&Entry| entry.superseded_ns.is_none_or(|then| then + keep_ns > time_ns);
         let number = HeadNumber::of(name);
         let layer = ObjectId::of(name);
-        let names = |epoch: &Epoch| epoch.objects.iter().any(|object| Some(object.id) == layer);
+        let names = |epoch: &Epoch| epoch.objects().any(|object| Some(object.id) == layer);
         if let Some(entry) = self
             .log
             .iter()
@@ -285,6 +284,11 @@ impl Book {
             fail(&format!("{name} was deleted, and pin {pin} needs it"));
         }
     }
+}
+
+/// The layers of the only disk.
+fn chain_of(epoch: &Epoch) -> &[Object] {
+    epoch.disks.first().map_or(&[], |disk| &disk.objects)
 }
 
 /// Why a process ends before its time.
@@ -357,11 +361,11 @@ impl Process {
             }
         };
         let claimed = publisher.head().clone();
-        let mut state = self.read(&claimed.epoch.objects, || self.ledger.is_newest(&claimed))?;
+        let mut state = self.read(chain_of(&claimed.epoch), || self.ledger.is_newest(&claimed))?;
         let mut merge: Option<Merge> = None;
         for _ in 0..self.random.below(STEPS_MAX + 1) {
             self.pause_long();
-            let chain = publisher.head().epoch.objects.clone();
+            let chain = chain_of(&publisher.head().epoch).to_vec();
             match self.random.below(6) {
                 0 | 1 => {
                     self.ask(|| publisher.sweep())?;
@@ -382,7 +386,14 @@ impl Process {
                     let mut epoch = publisher.head().epoch.clone();
                     epoch.number = epoch.number.next();
                     epoch.time_ns = TASKS.now_ns.get();
-                    epoch.objects.push(self.ship(&layer)?);
+                    let shipped = self.ship(&layer)?;
+                    match &mut epoch.disks[..] {
+                        [disk] => disk.objects.push(shipped),
+                        _ => {
+                            let size = BLOCKS as u64;
+                            epoch.disks = vec![DiskState { name: "disk".to_owned(), size, objects: vec![shipped] }];
+                        }
+                    }
                     self.ledger.cut(publisher.head(), epoch.number, state);
                     while self.try_it(publisher.publish(epoch.clone()))?.is_none() {
                         if self.random.one_in(4) {
@@ -405,7 +416,7 @@ impl Process {
     /// A step of a merge; the merge, unless that was its end.
     fn merge(&self, publisher: &mut Publisher, mut merge: Merge, state: State) -> Asked<Option<Merge>> {
         let head = publisher.head().clone();
-        let left = merge.left(&head.epoch.objects);
+        let left = merge.left(chain_of(&head.epoch));
         if !left.is_empty() {
             let below = merge.below();
             let mut stamps = BTreeMap::new();
@@ -423,7 +434,8 @@ impl Process {
         if self.random.one_in(4) {
             merge.results().iter().for_each(|result| publisher.discard(result.id));
         } else {
-            let epoch = Epoch { objects: merge.finish(&head.epoch.objects), ..head.epoch };
+            let mut epoch = head.epoch.clone();
+            epoch.disks[0].objects = merge.finish(chain_of(&head.epoch));
             self.ask(|| publisher.publish(epoch.clone()))?;
             self.ledger.enter(publisher.head());
         }
@@ -498,7 +510,7 @@ impl Process {
             if self.random.one_in(2) {
                 thread::sleep(Duration::from_nanos(self.random.below(PAUSE_NS_MAX)));
             }
-            let state = self.read(&pin.epoch.objects, || true)?;
+            let state = self.read(chain_of(&pin.epoch), || true)?;
             if state != self.ledger.state(&pin.epoch) {
                 fail(&format!("{pin:?} reads {state:x?}"));
             }

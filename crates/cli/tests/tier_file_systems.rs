@@ -178,7 +178,7 @@ fn states_are_sound(make: &[&str], options: &str, check: &[&str], count: usize) 
     let lives = lives.into_inner().unwrap();
     assert!(lives.len() > count, "{} files", lives.len());
     for epoch in &epochs {
-        let top = epoch.objects.last().unwrap().id.layer_name();
+        let top = epoch.disks[0].newest().layer_name();
         let (layer, state) = (repository_of(&path).join(top.as_str()), images.path("state"));
         tool_ok("qemu-img", ["convert", "-O", "raw", layer.to_str().unwrap(), state.to_str().unwrap()]);
         judge(&state, &images.path("judged"), options, check, epoch.time_ns, &lives);

@@ -19,7 +19,7 @@ use vmstrata_store::FileId;
 
 use crate::dense::ship_state;
 use crate::error::{Error, Result};
-use crate::head::{Epoch, EpochNumber, ObjectId};
+use crate::head::{DiskState, Epoch, EpochNumber, ObjectId};
 use crate::object::adopt;
 use crate::place::{Place, sync_directory};
 
@@ -83,7 +83,8 @@ pub(crate) fn attach(
         adopt(repository, id)?
     };
     let number = EpochNumber::NONE.next();
-    Ok((Epoch { number, time_ns: now_ns(), size: held.size(), objects: vec![layer] }, held))
+    let disk = DiskState { name: place.name(), size: held.size(), objects: vec![layer] };
+    Ok((Epoch { number, time_ns: now_ns(), disks: vec![disk] }, held))
 }
 
 /// Has the first layer refuse writes by its mode, as all published files do.
@@ -94,7 +95,7 @@ pub(crate) fn seal(place: &Place, epoch: &Epoch) -> Result<()> {
     if place.elsewhere.is_some() {
         return Ok(());
     }
-    let layer = place.layer(epoch.objects[0].id);
+    let layer = place.layer(place.state(epoch).objects[0].id);
     fs::set_permissions(&layer, Permissions::from_mode(READ_ONLY))
         .map_err(Error::of_file(&layer, "make it read-only"))
 }
@@ -109,9 +110,9 @@ pub(crate) fn point_at(place: &Place, epoch: &Epoch) -> Result<()> {
     }
     let path = &place.path;
     check_own(place, epoch)?;
-    let below = in_repository(place, epoch.newest());
+    let below = in_repository(place, place.state(epoch).newest());
     let draft = AtomicFile::beside(path)?;
-    write_overlay(&draft, &below, epoch.size)
+    write_overlay(&draft, &below, place.state(epoch).size)
         .and_then(|()| draft.file.set_permissions(Permissions::from_mode(READ_ONLY)))
         .map_err(Error::of_file(path, "make the overlay"))?;
     Ok(draft.publish(path, true)?)
@@ -139,7 +140,8 @@ fn in_repository(place: &Place, id: ObjectId) -> std::path::PathBuf {
 /// [`Error::Foreign`]; a file that cannot be read.
 pub(crate) fn check_own(place: &Place, epoch: &Epoch) -> Result<()> {
     let Some(found) = FileId::at(&place.path) else { return Ok(()) };
-    let first = epoch.objects.first().map(|first| place.layer(first.id));
+    let first = epoch.disk(&place.name()).and_then(|disk| disk.objects.first());
+    let first = first.map(|first| place.layer(first.id));
     if first.is_some_and(|first| FileId::at(&first) == Some(found)) {
         return Ok(());
     }

@@ -144,11 +144,12 @@ fn make_copy(
     let (owner, epoch) = (publisher.head().owner, &publisher.head().epoch);
     place.show(epoch)?;
     stand::pin_for(&**publisher.repository(), publisher.head())?;
+    let state = place.state(epoch);
     let options = CreateOptions {
-        size: Some(epoch.size),
+        size: Some(state.size),
         cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
         subclusters: open.subclusters,
-        backing: Some((place.layer(epoch.newest()), Format::Qcow2)),
+        backing: Some((place.layer(state.newest()), Format::Qcow2)),
         // Nobody has written to one that is there: the copy has no base.
         force: true,
         ..CreateOptions::default()

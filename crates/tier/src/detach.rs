@@ -119,7 +119,7 @@ impl Detach {
     fn check_published(&self, epoch: &Epoch) -> Result<()> {
         // Takes up the journal of a killed server.
         let disk = Disk::open(&self.place.disk(), &self.open, &self.resources)?;
-        let is_newer = disk.has_written() || disk.size() != epoch.size;
+        let is_newer = disk.has_written() || disk.size() != self.place.state(epoch).size;
         disk.close()?;
         if is_newer || cuts(&self.place.disk(), &self.open)?.iter().any(|cut| cut.number > epoch.number) {
             return Err(Error::NotAllPublished { copy: self.place.local.clone(), epoch: epoch.number });
@@ -215,7 +215,7 @@ impl Detach {
             }
             _ => {}
         }
-        for object in &epoch.objects {
+        for object in epoch.objects() {
             let name = object.id.layer_name();
             let (from, to) = (self.place.repository.join(name.as_str()), dir.join(name.as_str()));
             match fs::hard_link(&from, &to) {
@@ -224,7 +224,7 @@ impl Detach {
                 linked => linked.map_err(Error::of_file(&to, "name the layer"))?,
             }
         }
-        self.unlink(|id| epoch.objects.iter().any(|object| object.id == id))?;
+        self.unlink(|id| epoch.objects().any(|object| object.id == id))?;
         sync_directory(&dir).map_err(Error::of_file(&dir, "flush"))
     }
 
@@ -250,10 +250,11 @@ impl Detach {
 
     fn replace_by_overlay(&mut self, epoch: &Epoch) -> Result<()> {
         let dir = self.layers();
-        let newest = epoch.newest().layer_name();
+        let state = self.place.state(epoch);
+        let newest = state.newest().layer_name();
         let below = Path::new(dir.file_name().expect("made of a file's name")).join(newest.as_str());
         let draft = AtomicFile::beside(&self.place.path)?;
-        write_overlay(&draft, &below, epoch.size)
+        write_overlay(&draft, &below, state.size)
             .map_err(Error::of_file(&self.place.path, "make the image"))?;
         self.note(Some(&draft.file.metadata().map_err(Error::of_file(&self.place.path, "examine"))?))?;
         Ok(draft.publish(&self.place.path, true)?)
@@ -267,15 +268,16 @@ impl Detach {
         // Others may have files in it.
         let _ = fs::remove_dir(self.layers());
         let draft = self.draft_path();
+        let state = self.place.state(epoch);
         let options = CreateOptions {
-            size: Some(epoch.size),
+            size: Some(state.size),
             cluster_bits: ClusterBits::DEFAULT,
-            backing: Some((self.place.layer(epoch.newest()), Format::Qcow2)),
+            backing: Some((self.place.layer(state.newest()), Format::Qcow2)),
             force: true,
             ..CreateOptions::default()
         };
         create(&draft, &options)?;
-        let range = all_of(epoch.objects.len() + 1).expect("an epoch that was published has a layer");
+        let range = all_of(state.objects.len() + 1).expect("a disk that was published has a layer");
         let options = MergeOptions {
             open: self.open.clone(),
             removal: Removal::Nothing,

@@ -111,7 +111,7 @@ impl Shared {
             generation: head.generation,
             epoch: head.epoch.number,
             epoch_time_ns: head.epoch.time_ns,
-            layers: head.epoch.objects.len(),
+            layers: place.state(&head.epoch).objects.len(),
             state: TierState::Publishing,
             window: WindowStatus::default(),
             cache: None,
@@ -281,7 +281,7 @@ impl Engine {
         let is_pending = cuts.iter().any(|cut| cut.number > head.epoch.number);
         let unknown_since = |is_so: bool| is_so.then(|| Moment::at_ns(head.epoch.time_ns));
         let begin = Begin {
-            size: cuts.last().map_or(head.epoch.size, |cut| cut.size),
+            size: cuts.last().map_or(place.state(&head.epoch).size, |cut| cut.size),
             dirty: unknown_since(disk.has_written()),
             pending: unknown_since(is_pending),
         };
@@ -408,13 +408,17 @@ impl Engine {
     /// Goes on merging layers of the repository, and publishes the chain that has come out of it.
     fn merge_layers(&mut self) -> Result<()> {
         let head = &self.publisher.head().epoch;
+        let chain = &self.place.state(head).objects;
+        let newest = self.place.state(head).newest();
         let cuts = self.shared.cuts.lock();
         let on_host = cuts.layers.iter().find(|cut| cut.number == head.number).map(|cut| cut.layer.clone());
         drop(cuts);
-        let state = on_host.unwrap_or_else(|| self.place.layer(head.newest()));
-        let Some(objects) = self.merger.go_on(&head.objects, state)? else { return Ok(()) };
-        let (before, after) = (head.objects.len(), objects.len());
-        self.publisher.publish(Epoch { objects, ..head.clone() })?;
+        let state = on_host.unwrap_or_else(|| self.place.layer(newest));
+        let Some(objects) = self.merger.go_on(chain, state)? else { return Ok(()) };
+        let (before, after) = (chain.len(), objects.len());
+        let mut epoch = head.clone();
+        epoch.disks[0].objects = objects;
+        self.publisher.publish(epoch)?;
         let repository = self.publisher.repository().describe();
         tracing::info!(repository, before, after, "layers are merged");
         self.report();
@@ -424,7 +428,7 @@ impl Engine {
     /// Lets go of layers that are kept for this host's copy alone.
     fn stand(&mut self) -> Result<()> {
         let head = &self.publisher.head().epoch;
-        let is_wasteful = |pin: &Pin| stand::is_wasteful(pin, &head.objects);
+        let is_wasteful = |pin: &Pin| stand::is_wasteful(pin, head);
         let Some((_, Some(lowest))) = self
             .pin
             .as_ref()
@@ -436,7 +440,7 @@ impl Engine {
         self.place.show(head)?;
         let repository = &**self.publisher.repository();
         let pin = stand::pin_for(repository, self.publisher.head())?;
-        self.disk.rebase(&lowest, &self.place.layer(pin.epoch.newest()))?;
+        self.disk.rebase(&lowest, &self.place.layer(self.place.state(&pin.epoch).newest()))?;
         self.forget_indices();
         let before = self.pin.replace(pin);
         before.map_or(Ok(()), |pin| pin.release(repository))
@@ -555,15 +559,17 @@ impl Engine {
     }
 
     fn ship_and_publish(&mut self, cut: &Cut) -> Result<()> {
-        let mut objects = self.publisher.head().epoch.objects.clone();
-        if objects.len() == OBJECTS_MAX {
+        let mut epoch = self.publisher.head().epoch.clone();
+        if epoch.objects().count() == OBJECTS_MAX {
             return Err(Error::TooManyLayers { repository: self.publisher.repository().describe() });
         }
-        let (repository, below) = (self.publisher.repository(), objects.last().map(|object| object.id));
-        objects.push(ship_state(&**repository, &cut.layer, below, &self.open, &self.resources)?);
+        let state = &mut epoch.disks[0];
+        let (repository, below) = (self.publisher.repository(), state.newest());
+        state.objects.push(ship_state(&**repository, &cut.layer, Some(below), &self.open, &self.resources)?);
         let &Cut { number, time_ns, size, .. } = cut;
+        state.size = size;
         // A head that could not be created may still come to be: the next pass begins with it.
-        self.publisher.publish(Epoch { number, time_ns, size, objects })?;
+        self.publisher.publish(Epoch { number, time_ns, ..epoch })?;
         // Else a branch would name epochs that were published.
         if let Err(error) = self.copy.change(|record| record.published = Some(number)) {
             tracing::warn!(disk = %self.place.path.display(), "published, and not noted: {}", told(&error));
@@ -619,7 +625,7 @@ impl Engine {
         let status = &mut orders.status;
         status.epoch = head.epoch.number;
         status.epoch_time_ns = head.epoch.time_ns;
-        status.layers = head.epoch.objects.len();
+        status.layers = self.place.state(&head.epoch).objects.len();
         drop(orders);
         self.shared.show(&self.shared.cuts.lock());
         self.shared.window.look(&self.disk);

@@ -1,4 +1,4 @@
-//! A head: an epoch of a disk as one repository publishes it, with who published it.
+//! A head: an epoch of the disks of a repository, with who published it.
 //!
 //! Heads are numbered from 1 without gaps, and never change. Formats: `docs/format.md`.
 
@@ -14,7 +14,11 @@ use crate::sealed::{seal, unseal};
 
 /// The most objects that a head names.
 pub const OBJECTS_MAX: usize = 4096;
-/// The most bytes of a head; one with [`OBJECTS_MAX`] objects has fewer.
+/// The most disks of an epoch.
+pub const DISKS_MAX: usize = 32;
+/// The most bytes of a disk's name, as of a file's.
+const NAME_BYTES_MAX: usize = 255;
+/// The most bytes of a head; one with [`OBJECTS_MAX`] objects of [`DISKS_MAX`] disks has fewer.
 pub const HEAD_BYTES_MAX: u64 = 1 << 20;
 /// The highest number of a head, a generation or an epoch: what the name of a head has digits for.
 const COUNT_MAX: u64 = 999_999_999_999;
@@ -231,30 +235,64 @@ pub struct Object {
     pub zeros: u64,
 }
 
-/// A state of a disk, which it had between two of its guest's writes.
+/// What an epoch has of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Epoch {
-    /// Its number.
-    pub number: EpochNumber,
-    /// When the disk had that state, in nanoseconds since 1970.
-    pub time_ns: u64,
-    /// Bytes of the disk.
+pub struct DiskState {
+    /// The file name of the disk's path.
+    pub name: String,
+    /// Its bytes.
     pub size: u64,
     /// The layers, base first; each names the one before it as its backing file.
     pub objects: Vec<Object>,
 }
 
-impl Epoch {
-    /// Of a disk of which nothing is published.
-    pub const NONE: Self = Self { number: EpochNumber::NONE, time_ns: 0, size: 0, objects: Vec::new() };
-
+impl DiskState {
     /// The layer that stands on all the others.
     ///
     /// # Panics
-    /// Of [`Epoch::NONE`].
+    /// Without a layer, which no epoch has that was checked.
     pub fn newest(&self) -> ObjectId {
-        self.objects.last().expect("an epoch that was published has a layer").id
+        self.objects.last().expect("a disk that was published has a layer").id
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let name = &self.name;
+        let is_file_name = !matches!(name.as_str(), "" | "." | "..") && !name.contains(['/', '\0']);
+        if !is_file_name || name.len() > NAME_BYTES_MAX {
+            return Err(format!("{name:?} is no name of a disk"));
+        }
+        if self.objects.is_empty() { Err(format!("{name} has no layer")) } else { Ok(()) }
+    }
+}
+
+/// A state of the disks of a repository, which they had together between two of their guest's writes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Epoch {
+    /// Its number.
+    pub number: EpochNumber,
+    /// When the disks had that state, in nanoseconds since 1970.
+    pub time_ns: u64,
+    /// The disks, by their names.
+    pub disks: Vec<DiskState>,
+}
+
+impl Epoch {
+    /// Of disks of which nothing is published.
+    pub const NONE: Self = Self { number: EpochNumber::NONE, time_ns: 0, disks: Vec::new() };
+
+    /// The layers of all disks.
+    pub fn objects(&self) -> impl Iterator<Item = &Object> {
+        self.disks.iter().flat_map(|disk| &disk.objects)
+    }
+
+    /// What it has of the disk whose path has this file name. The only disk of a repository is meant by any.
+    pub fn disk(&self, name: &str) -> Option<&DiskState> {
+        match &self.disks[..] {
+            [only] => Some(only),
+            disks => disks.iter().find(|disk| disk.name == name),
+        }
     }
 
     /// Refuses what cannot be published.
@@ -262,12 +300,22 @@ impl Epoch {
         if self.number.0 > COUNT_MAX {
             return Err(format!("it counts past {COUNT_MAX}"));
         }
-        let objects = &self.objects;
-        if objects.len() > OBJECTS_MAX {
-            return Err(format!("it names {} objects, and {OBJECTS_MAX} is the most", objects.len()));
+        if self.disks.is_empty() && *self != Self::NONE {
+            return Err("it names no disk".to_owned());
         }
-        let mut met = HashSet::with_capacity(objects.len());
-        match objects.iter().find(|object| !met.insert(object.id)) {
+        if self.disks.len() > DISKS_MAX {
+            return Err(format!("it names {} disks, and {DISKS_MAX} is the most", self.disks.len()));
+        }
+        if let Some(pair) = self.disks.windows(2).find(|pair| pair[0].name >= pair[1].name) {
+            return Err(format!("it names {} after {}", pair[1].name, pair[0].name));
+        }
+        self.disks.iter().try_for_each(DiskState::check)?;
+        let count = self.objects().count();
+        if count > OBJECTS_MAX {
+            return Err(format!("it names {count} objects, and {OBJECTS_MAX} is the most"));
+        }
+        let mut met = HashSet::with_capacity(count);
+        match self.objects().find(|object| !met.insert(object.id)) {
             Some(twice) => Err(format!("it names {} twice", twice.id.layer_name())),
             None => Ok(()),
         }
@@ -375,7 +423,8 @@ mod tests {
     use super::*;
     use crate::sealed::SUM_LEN;
 
-    fn head(objects: usize) -> Head {
+    /// A head of so many disks, whose names take as many bytes as they may, and of so many objects.
+    fn head(disks: usize, objects: usize) -> Head {
         let object = |number: usize| Object {
             id: ObjectId(u128::MAX - number as u128),
             bytes: u64::MAX,
@@ -383,8 +432,16 @@ mod tests {
             stored: u64::MAX,
             zeros: u64::MAX,
         };
-        let objects = (0..objects).map(object).collect();
-        let epoch = Epoch { number: EpochNumber(COUNT_MAX), time_ns: u64::MAX, size: u64::MAX, objects };
+        let mut objects: Vec<Object> = (0..objects).map(object).collect();
+        let disk = |(number, objects)| DiskState {
+            // A control character is escaped with six.
+            name: format!("{}{number:02}", "\u{1}".repeat(NAME_BYTES_MAX - 2)),
+            size: u64::MAX,
+            objects,
+        };
+        let rest = (1..disks).map(|_| vec![objects.pop().unwrap()]).collect::<Vec<_>>();
+        let disks = std::iter::once(objects).chain(rest).enumerate().map(disk).collect();
+        let epoch = Epoch { number: EpochNumber(COUNT_MAX), time_ns: u64::MAX, disks };
         let generation = Generation(COUNT_MAX);
         Head { number: HeadNumber(7), generation, epoch, ..Head::after(None, OwnerId(5)) }
     }
@@ -401,7 +458,7 @@ mod tests {
 
     #[test]
     fn the_largest_head_reads_back_and_keeps_its_bound() {
-        let head = head(OBJECTS_MAX);
+        let head = head(DISKS_MAX, OBJECTS_MAX);
         let bytes = head.encode();
         assert!(bytes.len() as u64 <= HEAD_BYTES_MAX, "{}", bytes.len());
         assert_eq!(Head::decode(HeadNumber(7), &bytes).unwrap(), head);
@@ -409,7 +466,7 @@ mod tests {
 
     #[test]
     fn every_changed_or_missing_byte_is_found() {
-        let bytes = head(2).encode();
+        let bytes = head(1, 2).encode();
         for at in 0..bytes.len() {
             let mut changed = bytes.clone();
             changed[at] ^= 1;
@@ -420,7 +477,7 @@ mod tests {
 
     #[test]
     fn a_hostile_head_is_refused() {
-        let head = head(2);
+        let head = head(1, 2);
         assert_eq!(edited(&head, "\"version\":1", "\"version\":2").unwrap_err(), "it is of version 2, not 1");
         assert_eq!(
             edited(&head, "\"floor\":1", "\"floor\":8").unwrap_err(),
@@ -430,13 +487,31 @@ mod tests {
         let past = format!("\"generation\":{}", u64::MAX);
         let told = edited(&head, &format!("\"generation\":{COUNT_MAX}"), &past).unwrap_err();
         assert_eq!(told, "it counts past 999999999999");
-        let ids = [0, 1].map(|number| head.epoch.objects[number].id.to_string());
+        let ids = [0, 1].map(|number| head.epoch.disks[0].objects[number].id.to_string());
         assert!(edited(&head, &ids[0], &ids[1]).unwrap_err().ends_with("twice"));
-        let upper = head.epoch.objects[0].id.to_string().to_uppercase();
+        let upper = head.epoch.disks[0].objects[0].id.to_string().to_uppercase();
         edited(&head, &ids[0], &upper).unwrap_err();
         edited(&head, "\"owner\":", "\"more\":1,\"owner\":").unwrap_err();
         let objects = format!("\"objects\":[{}", "{},".repeat(OBJECTS_MAX));
         edited(&head, "\"objects\":[", &objects).unwrap_err();
+    }
+
+    #[test]
+    fn a_head_of_hostile_disks_is_refused() {
+        let disk = |name: &str| DiskState { name: name.to_owned(), ..head(1, 1).epoch.disks.remove(0) };
+        let with = |disks: Vec<DiskState>| Epoch { disks, ..head(1, 1).epoch }.check();
+        for name in ["", ".", "..", "a/b", "/a", "a\0", &"n".repeat(NAME_BYTES_MAX + 1)] {
+            assert!(with(vec![disk(name)]).unwrap_err().ends_with("is no name of a disk"), "{name:?}");
+        }
+        with(vec![disk(&"n".repeat(NAME_BYTES_MAX))]).unwrap();
+        assert_eq!(with(vec![disk("b"), disk("a")]).unwrap_err(), "it names a after b");
+        assert_eq!(with(vec![disk("a"), disk("a")]).unwrap_err(), "it names a after a");
+        assert!(with(vec![disk("a"), disk("b")]).unwrap_err().ends_with("twice"));
+        let empty = DiskState { objects: Vec::new(), ..disk("b") };
+        assert_eq!(with(vec![disk("a"), empty]).unwrap_err(), "b has no layer");
+        assert_eq!(with(Vec::new()).unwrap_err(), "it names no disk");
+        let many = (0..=DISKS_MAX).map(|number| disk(&format!("{number:02}"))).collect();
+        assert_eq!(with(many).unwrap_err(), "it names 33 disks, and 32 is the most");
     }
 
     #[test]

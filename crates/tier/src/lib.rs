@@ -78,8 +78,8 @@ pub use dense::{ship_merged, ship_state};
 pub use detach::Detach;
 pub use error::{Error, Result};
 pub use head::{
-    Epoch, EpochNumber, Generation, HEAD_BYTES_MAX, Head, HeadNumber, OBJECTS_MAX, Object, ObjectId, OwnerId,
-    PinId, is_object_name,
+    DISKS_MAX, DiskState, Epoch, EpochNumber, Generation, HEAD_BYTES_MAX, Head, HeadNumber, OBJECTS_MAX,
+    Object, ObjectId, OwnerId, PinId, is_object_name,
 };
 pub use look::{KEEP, newest, states};
 pub use merge::{LAYERS_MAX, Merge};

@@ -29,7 +29,7 @@ use vmstrata_repo::{DirectoryRepository, Repository};
 
 use crate::cached_files::{CachedFiles, LayerDirectory, ReadThrough};
 use crate::error::{Error, Result};
-use crate::head::{Epoch, EpochNumber, ObjectId, OwnerId, as_text, is_object_name};
+use crate::head::{DiskState, Epoch, EpochNumber, ObjectId, OwnerId, as_text, is_object_name};
 use crate::lock::lock_within;
 use crate::remote::Remote;
 
@@ -110,6 +110,16 @@ impl Place {
         self.local.join(self.path.file_name().unwrap_or_default()).with_extension("qcow2")
     }
 
+    /// The disk's name in epochs.
+    pub(crate) fn name(&self) -> String {
+        self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    /// What an epoch that was published has of the disk.
+    pub(crate) fn state<'a>(&self, epoch: &'a Epoch) -> &'a DiskState {
+        epoch.disk(&self.name()).expect("an epoch that was published has the disk")
+    }
+
     /// The repository, if there is one.
     ///
     /// # Errors
@@ -152,7 +162,7 @@ impl Place {
             (None, None) => return Ok(()),
         };
         let dir = LayerDirectory { path: &self.repository, indices: &self.local };
-        files.add(dir, &remote, &epoch.objects)
+        epoch.disks.iter().try_for_each(|disk| files.add(dir, &remote, &disk.objects))
     }
 
     /// What reads the layers of the repository, unless they are files as all others.

@@ -291,7 +291,7 @@ mod tests {
     use vmstrata_repo::DirectoryRepository;
 
     use super::*;
-    use crate::{Purpose, is_object_name, ship, states};
+    use crate::{DiskState, Purpose, is_object_name, ship, states};
 
     fn directory() -> TempDir {
         tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o700)).tempdir().unwrap()
@@ -303,9 +303,13 @@ mod tests {
 
     /// Ships a layer, and the epoch that has it on top of the last one.
     fn next_epoch(publisher: &Publisher) -> Epoch {
+        let layer = ship(&*publisher.repository, 0, |shipment| shipment.put(b"layer")).unwrap();
         let mut epoch = publisher.head().epoch.clone();
-        epoch.objects.push(ship(&*publisher.repository, 0, |shipment| shipment.put(b"layer")).unwrap());
-        Epoch { number: epoch.number.next(), size: 4096, ..epoch }
+        match &mut epoch.disks[..] {
+            [disk] => disk.objects.push(layer),
+            _ => epoch.disks = vec![DiskState { name: "web".to_owned(), size: 4096, objects: vec![layer] }],
+        }
+        Epoch { number: epoch.number.next(), ..epoch }
     }
 
     fn visit() -> Purpose {
@@ -379,8 +383,9 @@ mod tests {
         let dir = directory();
         let mut publisher = Publisher::claim(repository(dir.path()), OwnerId::draw(), Claim::First).unwrap();
         let mut epoch = next_epoch(&publisher);
-        let one = epoch.objects[0];
-        epoch.objects.resize_with(crate::OBJECTS_MAX + 1, || crate::Object { id: ObjectId::draw(), ..one });
+        let objects = &mut epoch.disks[0].objects;
+        let one = objects[0];
+        objects.resize_with(crate::OBJECTS_MAX + 1, || crate::Object { id: ObjectId::draw(), ..one });
         let told = publisher.publish(epoch).unwrap_err().to_string();
         assert!(told.ends_with("cannot be published: it names 4097 objects, and 4096 is the most"), "{told}");
         publisher.publish(next_epoch(&publisher)).unwrap();

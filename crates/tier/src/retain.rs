@@ -50,7 +50,7 @@ impl Retention {
 
     /// The process has published this head, and it was the newest now.
     pub(crate) fn published(&mut self, head: &Head, now: Duration) {
-        let objects: Vec<ObjectId> = head.epoch.objects.iter().map(|object| object.id).collect();
+        let objects: Vec<ObjectId> = head.epoch.objects().map(|object| object.id).collect();
         self.known.extend(&objects);
         self.named.insert(head.number, objects);
         self.heads.push_back((head.number, now));
@@ -87,7 +87,7 @@ impl Retention {
 
 /// Takes what pinned epochs need out of what no head names.
 pub(crate) fn unpinned(mut unnamed: BTreeSet<ObjectId>, pins: &[Pin]) -> BTreeSet<ObjectId> {
-    for object in pins.iter().flat_map(|pin| &pin.epoch.objects) {
+    for object in pins.iter().flat_map(|pin| pin.epoch.objects()) {
         unnamed.remove(&object.id);
     }
     unnamed
@@ -96,7 +96,7 @@ pub(crate) fn unpinned(mut unnamed: BTreeSet<ObjectId>, pins: &[Pin]) -> BTreeSe
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::head::{EpochNumber, Object, OwnerId};
+    use crate::head::{DiskState, EpochNumber, Object, OwnerId};
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -106,7 +106,8 @@ mod tests {
             |id: &ObjectId| Object { id: *id, bytes: 1, stored: 1, blake3: blake3::hash(b""), zeros: 0 };
         let mut head = Head::after(Some(below), below.owner);
         head.epoch.number = EpochNumber::NONE.next();
-        head.epoch.objects = layers.iter().map(object).collect();
+        let objects = layers.iter().map(object).collect();
+        head.epoch.disks = vec![DiskState { name: "web".to_owned(), size: 1, objects }];
         head.floor = retention.floor(now).unwrap_or(head.floor);
         head
     }

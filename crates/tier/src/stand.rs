@@ -39,7 +39,7 @@ pub(crate) fn pin_of(repository: &dyn Repository, owner: OwnerId, below: ObjectI
     let is_own = |pin: &Pin| pin.purpose.is_copy_of(owner);
     let mut found = None;
     for pin in Pin::all(repository)?.into_iter().filter(is_own) {
-        if found.is_none() && pin.epoch.objects.last().is_some_and(|top| top.id == below) {
+        if found.is_none() && pin.epoch.disks.iter().any(|disk| disk.newest() == below) {
             found = Some(pin);
         } else {
             pin.release(repository)?;
@@ -80,11 +80,11 @@ pub(crate) fn forget_indices(disk: &Disk, local: &Path) -> io::Result<()> {
     indices.iter().try_for_each(fs::remove_file)
 }
 
-/// Whether a pin keeps much that this chain does not.
-pub(crate) fn is_wasteful(pin: &Pin, chain: &[Object]) -> bool {
+/// Whether a pin keeps much that this epoch does not need.
+pub(crate) fn is_wasteful(pin: &Pin, newest: &Epoch) -> bool {
     let stored =
         |objects: &mut dyn Iterator<Item = &Object>| objects.map(|object| object.stored).sum::<u64>();
-    let live = stored(&mut chain.iter());
-    let is_dead = |object: &&Object| chain.iter().all(|other| other.id != object.id);
-    stored(&mut pin.epoch.objects.iter().filter(is_dead)) >= DEAD_BYTES.max(live / 8)
+    let live = stored(&mut newest.objects());
+    let is_dead = |object: &&Object| newest.objects().all(|other| other.id != object.id);
+    stored(&mut pin.epoch.objects().filter(is_dead)) >= DEAD_BYTES.max(live / 8)
 }

@@ -28,7 +28,7 @@ use crate::remote::OnMissing;
 pub fn snapshots(repository: &dyn Repository) -> Result<Vec<(SnapshotInfo, Pin)>> {
     let named = |pin: Pin| match &pin.purpose {
         // One without layers is no state of a disk, whoever made it.
-        Purpose::Snapshot { name, taken_ns, labels } if !pin.epoch.objects.is_empty() => {
+        Purpose::Snapshot { name, taken_ns, labels } if !pin.epoch.disks.is_empty() => {
             let (name, labels, taken_ns) = (name.clone(), labels.clone(), *taken_ns);
             Some((SnapshotInfo { name, labels, taken_ns, ..SnapshotInfo::default() }, pin))
         }
@@ -87,7 +87,7 @@ pub fn find_state(repository: &dyn Repository, name: &str, now_ns: u64) -> Resul
             let epoch = head?.epoch;
             let is_old = epoch.time_ns.saturating_add(age.as_nanos() as u64) <= now_ns;
             oldest = now_ns.saturating_sub(epoch.time_ns) / 1_000_000_000;
-            if is_old && !epoch.objects.is_empty() {
+            if is_old && !epoch.disks.is_empty() {
                 return Ok(epoch);
             }
         }
@@ -138,7 +138,7 @@ pub fn open_state(
     let mut open = OpenOptions { read_only: true, format: Some(Format::Qcow2), ..open.clone() };
     open.allow_backing.push(place.repository.clone());
     open.opener = place.opener();
-    Ok(Disk::open(&place.layer(epoch.newest()), &open, resources)?)
+    Ok(Disk::open(&place.layer(place.state(epoch).newest()), &open, resources)?)
 }
 
 /// Takes a snapshot's name away: its state may then be deleted.

@@ -141,7 +141,7 @@ impl Tiered {
             published?;
         }
         let pin = find_snapshot(&*self.repository, &info.name, info.taken_ns)?;
-        let layer = self.status().repository.join(pin.epoch.newest().layer_name().as_str());
+        let layer = self.status().repository.join(pin.epoch.disks[0].newest().layer_name().as_str());
         Ok(TakenState { layer, pause })
     }
 

@@ -107,7 +107,7 @@ fn a_disk_is_published_opened_again_and_taken_over() {
     assert_eq!(writes_on(&first), 12);
     publish(&first, 13..=20);
     let head = newest_of(&image);
-    assert_eq!((head.epoch.objects.len(), writes_of(&published(&head, &image))), (21, 20));
+    assert_eq!((head.epoch.disks[0].objects.len(), writes_of(&published(&head, &image))), (21, 20));
 
     let second = host(&image, other, true);
     assert_eq!(writes_on(&second), 20);

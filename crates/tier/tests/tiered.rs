@@ -58,7 +58,7 @@ fn an_ordinary_image_becomes_the_first_layer_and_its_path_leads_to_the_newest() 
     let (disk, tiered) = host(&path, tier.path()).unwrap();
     let head = newest_of(&path);
     assert_eq!(published(&head, &path), before);
-    assert_eq!(head.epoch.objects.len(), 1);
+    assert_eq!(head.epoch.disks[0].objects.len(), 1);
     write(&disk, 0, &block(1)).unwrap();
     sync(&tiered).unwrap();
     assert!(tiered.stop(soon()));
@@ -308,7 +308,8 @@ fn an_attachment_that_was_interrupted_is_completed() {
     let (nas, tier) = (scratch(), scratch());
     let path = image(nas.path());
     let (disk, tiered) = host(&path, tier.path()).unwrap();
-    let first = repository_of(&path).join(newest_of(&path).epoch.objects[0].id.layer_name().as_str());
+    let first =
+        repository_of(&path).join(newest_of(&path).epoch.disks[0].objects[0].id.layer_name().as_str());
     end(disk, &tiered);
     // As a process that was killed leaves it before the path leads to the repository.
     fs::remove_file(&path).unwrap();
@@ -361,7 +362,7 @@ fn a_copy_stands_on_a_merged_base_and_releases_the_old_one() {
         let repository = DirectoryRepository::open(&repository_of(&path), is_object_name).unwrap();
         let pins = Pin::all(&repository).unwrap();
         assert_eq!(pins.len(), 1, "{pins:?}");
-        pins[0].epoch.objects[0].id
+        pins[0].epoch.disks[0].objects[0].id
     };
     let first = pinned();
     for round in 2..8 {
@@ -451,7 +452,7 @@ fn a_snapshot_that_was_cut_gets_its_name_when_it_is_published_also_by_the_next_p
     wait_until("it waits no more", || tiered.status().pending.is_empty());
     let pin = find_snapshot(&repository(&path), "monday", 1).unwrap();
     assert_eq!(pin.epoch.number, cut.epoch);
-    let layer = its_repository.join(pin.epoch.newest().layer_name().as_str());
+    let layer = its_repository.join(pin.epoch.disks[0].newest().layer_name().as_str());
     assert_eq!(writes_of(&content(&layer, "qcow2")), 20);
     let other = find_snapshot(&repository(&path), "monday", 2).unwrap_err().to_string();
     assert!(other.contains("'monday' is another snapshot"), "{other}");

@@ -72,8 +72,8 @@ impl Published {
             generation: head.generation.get(),
             epoch: epoch.number.get(),
             epoch_age_seconds: now_ns().saturating_sub(epoch.time_ns) / 1_000_000_000,
-            epoch_layers: epoch.objects.len() as u64,
-            bytes: epoch.objects.iter().map(|object| object.bytes).sum(),
+            epoch_layers: epoch.objects().count() as u64,
+            bytes: epoch.objects().map(|object| object.bytes).sum(),
             branch: None,
         }
     }

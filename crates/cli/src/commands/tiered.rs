@@ -9,7 +9,7 @@ use vmstrata_disk::snapshot::{SnapshotInfo, is_snapshot_name, now_ns};
 use vmstrata_disk::{CreateOptions, Format, create};
 use vmstrata_repo::DirectoryRepository;
 use vmstrata_tier::{
-    Epoch, Pin, Purpose, find_state, forget, is_object_name, newest, repository_of, snapshots,
+    DiskState, Epoch, Pin, Purpose, find_state, forget, is_object_name, newest, repository_of, snapshots,
 };
 use vmstrata_types::{ClusterBits, path_to_text, time};
 
@@ -90,14 +90,21 @@ pub fn prepare(command: &mut Command) -> Result<Vec<Reading>> {
                 epoch
             }
         };
-        *state = top_of(&dir, &epoch);
+        *state = top_of(&dir, state_of(&disk, &epoch)?);
     }
     Ok(readings)
 }
 
-/// The newest layer of an epoch.
-fn top_of(repository: &Path, epoch: &Epoch) -> PathBuf {
-    repository.join(epoch.newest().layer_name().as_str())
+/// What an epoch has of the disk at a path.
+fn state_of<'a>(disk: &Path, epoch: &'a Epoch) -> Result<&'a DiskState> {
+    let path = disk.canonicalize().with_context(|| format!("{}: cannot be found", disk.display()))?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    epoch.disk(&name).with_context(|| format!("{}: epoch {} has no {name}", disk.display(), epoch.number))
+}
+
+/// The newest layer of a disk.
+fn top_of(repository: &Path, state: &DiskState) -> PathBuf {
+    repository.join(state.newest().layer_name().as_str())
 }
 
 /// `DISK` and what follows the last `@`: a snapshot's name, or an age such as `-30s`.
@@ -156,17 +163,18 @@ struct Row {
 }
 
 impl Row {
-    fn new(repository: &Path, info: &SnapshotInfo, pin: &Pin) -> Self {
-        Self {
+    fn new(repository: &Path, disk: &Path, info: &SnapshotInfo, pin: &Pin) -> Result<Self> {
+        let state = state_of(disk, &pin.epoch)?;
+        Ok(Self {
             name: info.name.clone(),
             time: time::rfc3339(info.taken_ns),
             time_ns: info.taken_ns,
             labels: info.labels.iter().cloned().collect(),
             epoch: pin.epoch.number.get(),
-            layer: path_to_text(&top_of(repository, &pin.epoch)),
-            virtual_size: pin.epoch.size,
-            actual_size: pin.epoch.objects.iter().map(|object| object.stored).sum(),
-        }
+            layer: path_to_text(&top_of(repository, state)),
+            virtual_size: state.size,
+            actual_size: state.objects.iter().map(|object| object.stored).sum(),
+        })
     }
 
     fn labels(&self) -> String {
@@ -181,9 +189,9 @@ impl Row {
     }
 }
 
-fn rows(dir: &Path, repository: &DirectoryRepository) -> Result<Vec<Row>> {
-    let mut rows: Vec<Row> =
-        snapshots(repository)?.iter().map(|(info, pin)| Row::new(dir, info, pin)).collect();
+fn rows(disk: &Path, dir: &Path, repository: &DirectoryRepository) -> Result<Vec<Row>> {
+    let rows = snapshots(repository)?.into_iter().map(|(info, pin)| Row::new(dir, disk, &info, &pin));
+    let mut rows = rows.collect::<Result<Vec<Row>>>()?;
     // Newest first, as of other disks.
     rows.reverse();
     Ok(rows)
@@ -200,7 +208,7 @@ struct Listed {
 /// # Errors
 /// A repository that cannot be read.
 pub fn list(args: &SnapshotListArgs, (dir, repository): (PathBuf, DirectoryRepository)) -> Result<()> {
-    let listed = Listed { disk: path_to_text(&args.disk), snapshots: rows(&dir, &repository)? };
+    let listed = Listed { disk: path_to_text(&args.disk), snapshots: rows(&args.disk, &dir, &repository)? };
     answer(args.common.json, &listed, || {
         if listed.snapshots.is_empty() {
             return format!("{}: no snapshots\n", listed.disk);
@@ -219,7 +227,7 @@ pub fn list(args: &SnapshotListArgs, (dir, repository): (PathBuf, DirectoryRepos
 /// # Errors
 /// No such snapshot; a repository that cannot be read.
 pub fn show(args: &SnapshotShowArgs, (dir, repository): (PathBuf, DirectoryRepository)) -> Result<()> {
-    let found = rows(&dir, &repository)?.into_iter().find(|row| row.name == args.name);
+    let found = rows(&args.disk, &dir, &repository)?.into_iter().find(|row| row.name == args.name);
     let row = found.with_context(|| format!("{}: no snapshot '{}'", args.disk.display(), args.name))?;
     answer(args.common.json, &row, || row.text())
 }
@@ -262,10 +270,11 @@ pub fn clone(args: &SnapshotCloneArgs, (dir, repository): (PathBuf, DirectoryRep
     let (_, named) =
         found.with_context(|| format!("{}: no snapshot '{}'", args.disk.display(), args.name))?;
     ensure!(args.output.symlink_metadata().is_err(), "{}: exists already", args.output.display());
+    let state = state_of(&args.disk, &named.epoch)?;
+    let layer = std::path::absolute(top_of(&dir, state))?;
     let pin = named.again(&repository, &Purpose::reader(&format!("clone {}", absolute(&args.output))))?;
-    let layer = std::path::absolute(top_of(&dir, &pin.epoch))?;
     let options = CreateOptions {
-        size: Some(pin.epoch.size),
+        size: Some(state.size),
         cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
         subclusters: !args.overlay.no_subclusters,
         backing: Some((layer.clone(), Format::Qcow2)),
@@ -292,13 +301,13 @@ struct PinRow {
 
 impl PinRow {
     fn new(pin: &Pin, newest: &Epoch) -> Self {
-        let is_kept = |id| newest.objects.iter().all(|object| object.id != id);
+        let is_kept = |id| newest.objects().all(|object| object.id != id);
         Self {
             id: pin.id.to_string(),
             purpose: pin.purpose.clone(),
             epoch: pin.epoch.number.get(),
             epoch_time: time::rfc3339(pin.epoch.time_ns),
-            kept_bytes: pin.epoch.objects.iter().filter(|o| is_kept(o.id)).map(|o| o.stored).sum(),
+            kept_bytes: pin.epoch.objects().filter(|o| is_kept(o.id)).map(|o| o.stored).sum(),
         }
     }
 
