@@ -124,7 +124,7 @@ impl Disks for OwnDisk<'_> {
         create.args(["snapshot", "create", "--quiesce", "never", "--name", &self.name]);
         must(create.arg(self.guest.disk()).env("VMSTRATA_CONTROL", self.guest.server().control()))?;
         let disk = self.guest.disk().display().to_string();
-        Ok(vec![DiskState { disk, snapshot: self.name.clone() }])
+        Ok(vec![DiskState::new(disk, &self.name)])
     }
 
     fn undo(&mut self) {}

@@ -37,6 +37,10 @@ pub struct SnapshotSpec {
     /// Whether the paths of raw disks may become qcow2: a snapshot puts an overlay there. Refused otherwise.
     #[serde(default, skip_serializing_if = "is_default")]
     pub convert_raw: bool,
+    /// Whether a snapshot of a tiered disk is answered once the disk is cut, without its repository. It is there once it is published, also
+    /// by a server that goes on after this one, and waits among the disk's `pending_snapshots` until then. Changes nothing of other disks.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub publish_later: bool,
 }
 
 /// Whether guests' file systems are frozen for a snapshot.
@@ -75,7 +79,7 @@ pub struct SnapshotTaken {
 pub struct SnapshotLayer {
     /// The disk.
     pub disk: String,
-    /// The layer's file.
+    /// The layer's file; of a snapshot that is published later what commands call it then, `DISK@NAME`.
     pub layer: String,
     /// Whether the disk was a raw file: its path is qcow2 from now on, and what opens that file itself must say so.
     #[serde(default, skip_serializing_if = "is_default")]

@@ -62,9 +62,23 @@ pub struct TierStatus {
     /// Flushes of the guest that wait to be published.
     #[serde(default, skip_serializing_if = "is_default")]
     pub flushes_wait: u64,
+    /// Snapshots that were cut off and are not published yet, oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pending_snapshots: Vec<PendingSnapshot>,
     /// What is kept of the layers of this and other disks that are in repositories.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<TierCache>,
+}
+
+/// A snapshot of a tiered disk that is there once its epoch is published.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct PendingSnapshot {
+    /// What it will be called.
+    pub name: String,
+    /// When it was taken, in ns since 1970, as whoever took it says.
+    pub taken_ns: u64,
+    /// The epoch that it is.
+    pub epoch: u64,
 }
 
 /// What a directory of this host keeps of layers that are in repositories. Disks with the same `tier` share it.

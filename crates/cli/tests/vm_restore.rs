@@ -9,79 +9,10 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use support::server::Server;
+use support::vault::Repositories;
 use support::{Images, run, run_err, run_json, run_ok, stderr, vmstrata, wait_until};
-use tempfile::TempDir;
 use vmstrata_disk::snapshot::recorded_in;
-use vmstrata_memory::capture::{CAPTURED, DEVICES};
-use vmstrata_memory::vault::{Closing, DiskState, NewSnapshot, OneDevice, Policy, SnapshotId, Vault};
-use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass};
-
-const MACHINE: &str =
-    r#"{"machine":"pc-q35-7.2","backends":[{"id":"mem","bytes":65536}],"ignore_shared":true}"#;
-
-/// Two repositories, and a directory for files of memory.
-struct Repositories(TempDir);
-
-impl Repositories {
-    fn new() -> Self {
-        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
-        for name in ["a", "b", "memory"] {
-            std::fs::create_dir(dir.path().join(name)).expect("makes");
-        }
-        Self(dir)
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    /// 16 critical pages that no other snapshot has.
-    fn save(&self, name: &str, number: u8) -> SnapshotId {
-        self.save_with(name, number, number.into(), Vec::new())
-    }
-
-    /// The same, taken with disks.
-    fn save_with(&self, name: &str, number: u8, taken_ns: u64, disks: Vec<DiskState>) -> SnapshotId {
-        let vault = Vault::open_directories(&[self.path("a"), self.path("b")]).expect("opens");
-        let layout = Layout::split_at_4g(16 << 12, 16 << 12).expect("a layout");
-        let policy = Policy { critical_copies: 2, one_device: OneDevice::Allow, ..Policy::default() };
-        let new = NewSnapshot { guest: "web".to_owned(), name: name.to_owned(), layout, policy };
-        let mut writer = vault.begin(new).expect("begins");
-        for at in 0..16u8 {
-            let page = [number * 16 + at; PAGE_BYTES];
-            writer.page(Frame::new(at.into()), PageClass::Critical, &page).expect("takes");
-        }
-        let blobs = [(CAPTURED, MACHINE.as_bytes()), (DEVICES, &b"state"[..])];
-        let blobs = blobs.map(|(name, bytes)| (name.to_owned(), bytes.to_vec())).into();
-        writer.finish(Closing { taken_ns, disks, blobs, ..Closing::default() }).expect("saves").id
-    }
-
-    /// Overwrites an object of pages, or the metadata, in these repositories.
-    fn lose(&self, id: SnapshotId, kind: &str, repositories: &[&str]) {
-        for repository in repositories {
-            std::fs::write(self.path(repository).join(format!("{id}.{kind}")), "gone").expect("writes");
-        }
-    }
-
-    /// `vmstrata vm restore SNAPSHOT ... -- sh -c SCRIPT`
-    fn args(&self, snapshot: &str, flags: &[&str], script: &str) -> Vec<String> {
-        let mut args = ["vm", "restore", snapshot].map(str::to_owned).to_vec();
-        let path = |name: &str| self.path(name).display().to_string();
-        for (option, name) in [("--vault", "a"), ("--vault", "b"), ("--memory-dir", "memory"), ("--qmp", "q")]
-        {
-            args.extend([option.to_owned(), path(name)]);
-        }
-        args.extend(flags.iter().chain(&["--", "sh", "-c", script]).map(|word| (*word).to_owned()));
-        args
-    }
-
-    fn assert_nothing_left(&self) {
-        let memory = self.path("memory");
-        assert_eq!(std::fs::read_dir(&memory).expect("lists").count(), 0);
-        let mounts = std::fs::read_to_string("/proc/self/mounts").expect("reads");
-        assert!(!mounts.contains(memory.to_str().expect("UTF-8")), "{mounts}");
-    }
-}
+use vmstrata_memory::vault::DiskState;
 
 #[test]
 fn what_is_lost_names_the_newest_older_snapshot_that_is_whole() {
@@ -262,7 +193,7 @@ fn a_served_disk_may_stand_where_its_server_allows_it() {
     let server = Server::start(&["--disk", &disk, "--nbd", &address, "--allow-backing", &golden]);
     server.ask_ok(["snapshot", "create", &it.disk, "--name", "tue"]);
     let taken_ns = recorded_in(it.disk.as_ref()).expect("a snapshot").taken_ns;
-    let state = DiskState { disk: it.disk.clone(), snapshot: "tue".into() };
+    let state = DiskState::new(&it.disk, "tue");
     it.repositories.save_with("tue", 2, taken_ns, vec![state]);
     let control = server.control().display().to_string();
     let url = format!("nbd+unix:///web?socket={nbd}");
@@ -292,12 +223,7 @@ impl WithDisk {
         let disk = disk.to_str().expect("UTF-8").to_owned();
         run_ok(["snapshot", "create", &disk, "--name", "mon"]);
         let taken_ns = recorded_in(disk.as_ref()).expect("a snapshot").taken_ns;
-        repositories.save_with(
-            "mon",
-            1,
-            taken_ns,
-            vec![DiskState { disk: disk.clone(), snapshot: "mon".into() }],
-        );
+        repositories.save_with("mon", 1, taken_ns, vec![DiskState::new(&disk, "mon")]);
         Self { repositories, images, disk }
     }
 

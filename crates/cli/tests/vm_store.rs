@@ -64,7 +64,7 @@ impl Repositories {
             };
             writer.page(Frame::new(at), class, &page(at)).expect("takes");
         }
-        let disks = vec![DiskState { disk: "web.qcow2".to_owned(), snapshot: name.to_owned() }];
+        let disks = vec![DiskState::new("web.qcow2", name)];
         let labels = vec![("job".to_owned(), "nightly".to_owned())];
         let closing = Closing { taken_ns: day * DAY_NS, labels, disks, ..Closing::default() };
         writer.finish(closing).expect("saves").id

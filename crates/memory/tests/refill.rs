@@ -54,7 +54,7 @@ fn save(repositories: &Repositories, guest: &Guest) -> Snapshot {
         writer.refill(*frame, refill).unwrap();
         hiding.push((*frame, [Clear { at: Physical::new(number * 4), mask: u32::MAX.into() }]));
     }
-    let disk = |name: &str| DiskState { disk: name.to_owned(), snapshot: "refilled".to_owned() };
+    let disk = |name: &str| DiskState::new(name, "refilled");
     let disks = ["a", "b"].map(disk).to_vec();
     writer.finish(Closing { disks, hiding: hiding.into_iter().collect(), ..Closing::default() }).unwrap();
     open(&vault, "refilled").unwrap()

@@ -65,7 +65,7 @@ fn what_is_said_of_a_snapshot_reads_back() {
     let closing = Closing {
         taken_ns: 5,
         labels: vec![("job".into(), "nightly".into())],
-        disks: vec![DiskState { disk: "web.qcow2".into(), snapshot: "mon".into() }],
+        disks: vec![DiskState::new("web.qcow2", "mon")],
         hiding: [(Frame::new(1), [clear])].into_iter().collect(),
         ..Closing::default()
     };

@@ -54,7 +54,7 @@ fn write(to: &Path) {
         let closing = Closing {
             taken_ns: 1_700_000_000_000_000_000 + u64::from(second),
             labels: vec![("job".to_owned(), "nightly".to_owned())],
-            disks: vec![DiskState { disk: "web.qcow2".to_owned(), snapshot: name }],
+            disks: vec![DiskState::new("web.qcow2", name)],
             hiding: [(Frame::new(5), [CLEAR])].into_iter().collect(),
             blobs: BTreeMap::from([("state".to_owned(), b"devices".to_vec())]),
         };
@@ -81,7 +81,7 @@ fn assert_is(snapshot: &Snapshot, second: bool) {
     let info = snapshot.info();
     assert_eq!(info.layout, Layout::split_at_4g(12 << 12, 6 << 12).expect("a layout"));
     assert_eq!(info.labels, [("job".to_owned(), "nightly".to_owned())]);
-    assert_eq!(info.disks, [DiskState { disk: "web.qcow2".to_owned(), snapshot: info.name.clone() }]);
+    assert_eq!(info.disks, [DiskState::new("web.qcow2", &info.name)]);
     assert_eq!(info.taken_ns, 1_700_000_000_000_000_000 + u64::from(second));
     assert_eq!(
         snapshot.hiding().expect("decodes").of(Frame::new(5)).map(|hide| hide.clears),

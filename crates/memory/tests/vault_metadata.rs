@@ -46,7 +46,7 @@ fn save(vault: &Arc<Vault>, guest: &Guest, name: &str, policy: Policy) -> Saved 
     }
     let closing = Closing {
         taken_ns: name.parse().expect("a number"),
-        disks: vec![DiskState { disk: "a".to_owned(), snapshot: "1".to_owned() }],
+        disks: vec![DiskState::new("a", "1")],
         hiding: hiding.into_iter().collect(),
         blobs: BTreeMap::from([("state".to_owned(), vec![7; 100_000])]),
         ..Closing::default()

@@ -156,6 +156,14 @@ pub enum Error {
         /// Its name.
         name: String,
     },
+    /// A snapshot that is published, or that nobody took.
+    #[error("disk '{disk}' has no snapshot '{snapshot}' that waits to be published")]
+    NotPending {
+        /// The disk.
+        disk: String,
+        /// The snapshot.
+        snapshot: String,
+    },
     /// Storage that does not answer, or a guest's memory.
     #[error(
         "{what} could not be ended in time, as requests are still under way: the files stay locked until those are answered or this server ends"

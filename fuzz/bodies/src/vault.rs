@@ -163,7 +163,7 @@ static SAVED: LazyLock<Objects> = LazyLock::new(|| {
     }
     let clear = Clear { at: Physical::new(0x1000), mask: 8 };
     let closing = Closing {
-        disks: vec![DiskState { disk: "web.qcow2".to_owned(), snapshot: "mon".to_owned() }],
+        disks: vec![DiskState::new("web.qcow2", "mon")],
         hiding: (1..5).map(|at| (Frame::new(at), [clear; 2])).collect(),
         blobs: BTreeMap::from([("state".to_owned(), vec![7; 100])]),
         ..Closing::default()

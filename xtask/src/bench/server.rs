@@ -60,6 +60,8 @@ pub struct Server {
     child: Child,
     kind: Kind,
     disk: Disk,
+    /// More of the disk's keys, such as `,window=5`.
+    keys: String,
     /// Added to the command.
     flags: Vec<String>,
     dir: TempDir,
@@ -85,10 +87,22 @@ impl Server {
     /// # Panics
     /// As [`Server::start`].
     pub fn start_with(kind: Kind, disk: &Disk, flags: Vec<String>) -> Result<Self> {
+        Self::start_as(kind, disk, String::new(), flags)
+    }
+
+    /// Starts vmstrata on `disk` with more of its keys, such as `,window=5`.
+    ///
+    /// # Errors
+    /// As [`Server::start`].
+    pub fn start_keyed(disk: &Disk, keys: &str) -> Result<Self> {
+        Self::start_as(Kind::Vmstrata, disk, keys.to_owned(), Vec::new())
+    }
+
+    fn start_as(kind: Kind, disk: &Disk, keys: String, flags: Vec<String>) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("vmstrata-bench-").tempdir()?;
-        let mut first = command(kind, disk, dir.path());
+        let mut first = keyed(kind, disk, &keys, dir.path());
         let child = start(first.args(&flags), dir.path())?;
-        Ok(Self { child, kind, disk: disk.clone(), flags, dir })
+        Ok(Self { child, kind, disk: disk.clone(), keys, flags, dir })
     }
 
     /// Kills the server as kill -9 does: it has no moment to save anything.
@@ -113,7 +127,7 @@ impl Server {
         for socket in ["vhost.sock", "nbd.sock"] {
             let _ = fs::remove_file(self.dir.path().join(socket));
         }
-        let mut again = command(self.kind, &self.disk, self.dir.path());
+        let mut again = keyed(self.kind, &self.disk, &self.keys, self.dir.path());
         self.child = start(again.args(&self.flags), self.dir.path())?;
         Ok(())
     }
@@ -123,7 +137,7 @@ impl Server {
     /// # Errors
     /// When either of them fails.
     pub fn replace(&mut self) -> Result<()> {
-        let mut successor = command(self.kind, &self.disk, self.dir.path());
+        let mut successor = keyed(self.kind, &self.disk, &self.keys, self.dir.path());
         successor.args(&self.flags).arg("--replace");
         let mut old = std::mem::replace(&mut self.child, start(&mut successor, self.dir.path())?);
         let status = old.wait()?;
@@ -261,6 +275,10 @@ fn control(dir: &Path) -> PathBuf {
 /// # Panics
 /// For [`Kind::Floor`].
 pub fn command(kind: Kind, disk: &Disk, dir: &Path) -> Command {
+    keyed(kind, disk, "", dir)
+}
+
+fn keyed(kind: Kind, disk: &Disk, keys: &str, dir: &Path) -> Command {
     let (file, vhost, nbd) = (disk.path.display(), dir.join("vhost.sock"), dir.join("nbd.sock"));
     let (vhost, nbd, control) = (vhost.display(), nbd.display(), control(dir));
     let control = control.display();
@@ -283,7 +301,10 @@ pub fn command(kind: Kind, disk: &Disk, dir: &Path) -> Command {
         Kind::Vmstrata => {
             let (read_only, rw) = if disk.writable { ("", ",rw,share") } else { (",read-only", "") };
             let mut command = Command::new(vmstrata());
-            command.arg("serve").arg("--disk").arg(format!("path={file},name=disk,cache=host{read_only}"));
+            command
+                .arg("serve")
+                .arg("--disk")
+                .arg(format!("path={file},name=disk,cache=host{read_only}{keys}"));
             command
                 .arg("--vhost-user")
                 .arg(format!("disk={vhost},any-memory,share"))

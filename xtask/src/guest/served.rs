@@ -48,6 +48,8 @@ pub struct ServedGuest {
     /// `None` only while the disk is put back.
     server: Option<Server>,
     disk: PathBuf,
+    /// More of the disk's keys, such as `,tier=DIR`.
+    keys: String,
     export: Export,
     /// The monitor that vmstrata uses.
     monitor: PathBuf,
@@ -62,19 +64,33 @@ impl ServedGuest {
     /// When a server or QEMU does not start.
     pub fn start(
         guest: &Guest,
-        (disk, export): (PathBuf, Export),
+        disk: (PathBuf, Export),
         task: Task,
         hardware: &Hardware,
         monitor: PathBuf,
     ) -> Result<Self> {
-        let server = serve(&disk)?;
+        Self::start_keyed(guest, (disk, String::new()), task, hardware, monitor)
+    }
+
+    /// The same on a disk with more keys, such as `,tier=DIR`.
+    ///
+    /// # Errors
+    /// As [`ServedGuest::start`].
+    pub fn start_keyed(
+        guest: &Guest,
+        ((disk, export), keys): ((PathBuf, Export), String),
+        task: Task,
+        hardware: &Hardware,
+        monitor: PathBuf,
+    ) -> Result<Self> {
+        let server = serve_keyed(&disk, &keys)?;
         let arguments = Vm::arguments(guest, &export.attach(&server), task, hardware);
         let arguments: Option<Vec<_>> = arguments.into_iter().map(|word| word.into_string().ok()).collect();
         let arguments = arguments.context("arguments that are text")?;
         let mut command = Command::new("qemu-system-x86_64");
         command.args(&arguments).args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
         let vm = Vm::start(command)?;
-        Ok(Self { vm, server: Some(server), disk, export, monitor, arguments })
+        Ok(Self { vm, server: Some(server), disk, keys, export, monitor, arguments })
     }
 
     /// Who serves the disk.
@@ -138,21 +154,49 @@ impl ServedGuest {
         flags: &[&str],
     ) -> Result<()> {
         self.end()?;
-        let socket = self.export.socket(self.server()).display().to_string();
-        self.server.take().context("a server")?.stop()?;
-        let kept = self.disk.with_file_name("after.qcow2");
-        // There is none before the first time.
-        let _ = fs::remove_file(&kept);
         let mut revert = Command::new(server::vmstrata());
-        must(revert.args(["snapshot", "revert"]).arg(&self.disk).arg(name).arg("--keep").arg(kept))?;
-        let moved = self.export.socket(self.server.insert(serve(&self.disk)?)).display().to_string();
-        self.arguments.iter_mut().for_each(|word| *word = word.replace(&socket, &moved));
+        revert.args(["snapshot", "revert"]).arg(&self.disk).arg(name);
+        if self.keys.contains("tier=") {
+            must(revert.arg("--yes").env("VMSTRATA_CONTROL", self.server().control()))?;
+        } else {
+            let kept = self.disk.with_file_name("after.qcow2");
+            // There is none before the first time.
+            let _ = fs::remove_file(&kept);
+            self.serve_again(None, || must(revert.arg("--keep").arg(kept)).map(drop))?;
+        }
         let mut restore = self.vm_monitored(&["restore", snapshot], repositories)?;
         // The disk may have the same bytes at another snapshot: the caller knows.
         restore.args((snapshot.split_once('@').map(|(_, own)| own) != Some(name)).then_some("--force"));
         restore.args(flags).args(["--", "qemu-system-x86_64"]).args(&self.arguments);
         self.vm = Vm::start(restore)?;
         Ok(())
+    }
+
+    /// Ends the server, has something done without it, and starts another, with other keys of the disk if any are given.
+    ///
+    /// # Errors
+    /// When a server does not end or start, and what is done says.
+    pub fn serve_again(
+        &mut self,
+        keys: Option<String>,
+        meanwhile: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let socket = self.export.socket(self.server()).display().to_string();
+        self.server.take().context("a server")?.stop()?;
+        meanwhile()?;
+        self.keys = keys.unwrap_or_else(|| self.keys.clone());
+        let server = self.server.insert(serve_keyed(&self.disk, &self.keys)?);
+        let moved = self.export.socket(server).display().to_string();
+        self.arguments.iter_mut().for_each(|word| *word = word.replace(&socket, &moved));
+        Ok(())
+    }
+
+    /// Kills the server under the guest, and starts it again.
+    ///
+    /// # Errors
+    /// As [`kill_and_serve`].
+    pub fn kill_server(&mut self) -> Result<()> {
+        kill_and_serve(self.server.as_mut().context("a server")?, &mut self.vm).map(drop)
     }
 
     /// Kills the guest; one that was restored is the child of the command that did it.
@@ -182,8 +226,12 @@ impl Drop for ServedGuest {
 /// # Errors
 /// When the server does not come that far.
 pub fn serve(disk: &Path) -> Result<Server> {
+    serve_keyed(disk, "")
+}
+
+fn serve_keyed(disk: &Path, keys: &str) -> Result<Server> {
     let disk = Disk { path: disk.to_owned(), writable: true, backing: None };
-    let mut server = Server::start(Kind::Vmstrata, &disk)?;
+    let mut server = Server::start_keyed(&disk, keys)?;
     server.wait_for_vhost_user()?;
     server.wait_for_nbd()?;
     Ok(server)

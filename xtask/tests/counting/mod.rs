@@ -46,6 +46,31 @@ impl Counting {
         Self { guest, dir }
     }
 
+    /// A guest whose disk is published in `nas` by a host that keeps its copy in `tier`.
+    pub fn start_tiered() -> Self {
+        xtask::build::vmstrata().unwrap();
+        let guest = Guest::here().unwrap();
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let image = RootImage { size: 128 << 20, files: 4, file_size: 2 << 20 };
+        let raw = image.make(&guest, dir.path()).unwrap();
+        std::fs::create_dir(dir.path().join("nas")).unwrap();
+        let disk = dir.path().join("nas/web.qcow2");
+        let mut convert = Command::new("qemu-img");
+        must(convert.args(["convert", "-f", "raw", "-O", "qcow2"]).args([&raw, &disk]));
+        std::fs::remove_file(raw).unwrap();
+        let hardware = Hardware { memory: Some(dir.path().join("memory")), mib: 256, ..Hardware::default() };
+        let (monitor, keys) = (dir.path().join("qmp"), Self::tier_keys(&dir.path().join("tier")));
+        let disk = ((disk, Export::VhostUser), keys);
+        let mut guest = ServedGuest::start_keyed(&guest, disk, Task::Count, &hardware, monitor).unwrap();
+        guest.vm.wait_for("guest: count 3", BOOT_MAX).unwrap();
+        Self { guest, dir }
+    }
+
+    /// The keys of a tiered disk on the host that keeps its copy in `tier`. It is cut when it is asked to be.
+    pub fn tier_keys(tier: &Path) -> String {
+        format!(",tier={},window=600", tier.display())
+    }
+
     fn repositories(&self) -> [PathBuf; 2] {
         ["a", "b"].map(|repository| self.dir.path().join(repository))
     }
@@ -57,6 +82,12 @@ impl Counting {
 
     pub fn snapshot(&self, name: &str) -> Command {
         self.vm_command(&["snapshot", "web", "--one-device", "--copies", "2", "--name", name])
+    }
+
+    /// `vmstrata vm delete ... --vault a --vault b`
+    pub fn vm_delete(&self, words: &[&str]) -> Command {
+        let words = [&["delete"], words].concat();
+        self.guest.vm_command(&words, &self.repositories()).unwrap()
     }
 
     /// `vmstrata vm pages --qmp ...`

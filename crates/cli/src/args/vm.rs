@@ -164,7 +164,8 @@ Examples:
 
 The guest is held while its devices are saved and its memory is copied; then it goes on, also when the command fails, is \
 interrupted or killed. Its disks get a snapshot of the same name, if vmstrata serves them; clean pages of cache that are \
-on these disks, byte for byte, need no copy.
+on these disks, byte for byte, need no copy. A tiered disk is cut at once and published afterwards: until then the snapshot is \
+incomplete (vmstrata vm list).
 
 With --every, it prints a line for each snapshot and each failure. A guest that is down is tried again when the next snapshot is \
 due; one that is due while another is being taken is skipped. packaging/systemd has a service for it.

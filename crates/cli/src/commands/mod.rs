@@ -21,6 +21,7 @@ pub mod snapshot;
 pub mod states;
 pub mod status;
 pub mod survey;
+pub mod taken;
 pub mod tier;
 pub mod tiered;
 pub mod top;

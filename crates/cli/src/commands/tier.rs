@@ -317,7 +317,9 @@ fn noticed(status: &TierStatus) -> String {
         DurableAt::Host => format!("{} WAIT", counted(status.flushes_wait, "flush")),
         DurableAt::Repository => format!("{} under way", counted(status.flushes_wait, "flush")),
     });
-    let all = [held, slowed, waits, flushes].into_iter().flatten();
+    let names: Vec<&str> = status.pending_snapshots.iter().map(|pending| &*pending.name).collect();
+    let pending = (!names.is_empty()).then(|| format!("snapshots not published yet: {}", names.join(", ")));
+    let all = [held, slowed, waits, flushes, pending].into_iter().flatten();
     all.map(|said| format!("; {said}")).collect()
 }
 

@@ -1,5 +1,6 @@
 //! Tiered disks as commands name them: a state is a layer of the repository, and what changes the disk goes through its server.
 
+use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
@@ -96,14 +97,14 @@ pub fn prepare(command: &mut Command) -> Result<Vec<Reading>> {
 }
 
 /// What an epoch has of the disk at a path.
-fn state_of<'a>(disk: &Path, epoch: &'a Epoch) -> Result<&'a DiskState> {
+pub fn state_of<'a>(disk: &Path, epoch: &'a Epoch) -> Result<&'a DiskState> {
     let path = disk.canonicalize().with_context(|| format!("{}: cannot be found", disk.display()))?;
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     epoch.disk(&name).with_context(|| format!("{}: epoch {} has no {name}", disk.display(), epoch.number))
 }
 
 /// The newest layer of a disk.
-fn top_of(repository: &Path, state: &DiskState) -> PathBuf {
+pub fn top_of(repository: &Path, state: &DiskState) -> PathBuf {
     repository.join(state.newest().layer_name().as_str())
 }
 
@@ -154,7 +155,7 @@ struct Row {
     name: String,
     time: String,
     time_ns: u64,
-    labels: std::collections::BTreeMap<String, String>,
+    labels: BTreeMap<String, String>,
     epoch: u64,
     layer: String,
     virtual_size: u64,
@@ -269,19 +270,33 @@ pub fn clone(args: &SnapshotCloneArgs, (dir, repository): (PathBuf, DirectoryRep
     let found = snapshots(&repository)?.into_iter().find(|(info, _)| info.name == args.name);
     let (_, named) =
         found.with_context(|| format!("{}: no snapshot '{}'", args.disk.display(), args.name))?;
-    ensure!(args.output.symlink_metadata().is_err(), "{}: exists already", args.output.display());
-    let state = state_of(&args.disk, &named.epoch)?;
-    let layer = std::path::absolute(top_of(&dir, state))?;
-    let pin = named.again(&repository, &Purpose::reader(&format!("clone {}", absolute(&args.output))))?;
+    let disk = (&*args.disk, &*dir, &repository);
+    clone_of(&named, disk, &args.output, !args.overlay.no_subclusters)
+}
+
+/// Clones the state of the disk at a path that a snapshot's pin in its repository keeps into a new file. Returns the clone's backing file.
+///
+/// # Errors
+/// As [`clone`].
+pub fn clone_of(
+    named: &Pin,
+    (disk, dir, repository): (&Path, &Path, &DirectoryRepository),
+    output: &Path,
+    subclusters: bool,
+) -> Result<PathBuf> {
+    ensure!(output.symlink_metadata().is_err(), "{}: exists already", output.display());
+    let state = state_of(disk, &named.epoch)?;
+    let layer = std::path::absolute(top_of(dir, state))?;
+    let pin = named.again(repository, &Purpose::reader(&format!("clone {}", absolute(output))))?;
     let options = CreateOptions {
         size: Some(state.size),
         cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
-        subclusters: !args.overlay.no_subclusters,
+        subclusters,
         backing: Some((layer.clone(), Format::Qcow2)),
         ..CreateOptions::default()
     };
-    if let Err(error) = create(&args.output, &options) {
-        pin.release(&repository)?;
+    if let Err(error) = create(output, &options) {
+        pin.release(repository)?;
         return Err(error.into());
     }
     Ok(layer)

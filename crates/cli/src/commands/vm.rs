@@ -3,6 +3,7 @@
 mod args;
 mod disks;
 mod guard;
+mod kept;
 mod pages;
 mod periodic;
 mod picture;

@@ -11,6 +11,7 @@ pub mod killed;
 pub mod loop_device;
 pub mod server;
 pub mod trial;
+pub mod vault;
 
 use std::ffi::OsStr;
 use std::io::Read;

@@ -27,6 +27,17 @@ pub struct DiskState {
     pub disk: String,
     /// The name of its snapshot.
     pub snapshot: String,
+    /// Of a tiered disk, when it was taken, in ns since 1970: that and the name tell it from all others. It is kept once it is published, and the
+    /// snapshot of memory is complete then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tiered_ns: Option<u64>,
+}
+
+impl DiskState {
+    /// The state of an ordinary disk.
+    pub fn new(disk: impl Into<String>, snapshot: impl Into<String>) -> Self {
+        Self { disk: disk.into(), snapshot: snapshot.into(), tiered_ns: None }
+    }
 }
 
 /// An object that a snapshot's pages lie in.
@@ -133,7 +144,7 @@ pub(super) fn example() -> Info {
         name: text("mon"),
         taken_ns: 1_700_000_000_000_000_000,
         labels: vec![(text("job"), text("nightly"))],
-        disks: vec![DiskState { disk: text("web.qcow2"), snapshot: text("mon") }],
+        disks: vec![DiskState::new("web.qcow2", "mon")],
         layout: Layout::split_at_4g(5 << 12, 3 << 12).unwrap(),
         critical_copies: 3,
         clean_copies: 1,

@@ -52,6 +52,7 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(exports::show, exports::remove))
         .routes(routes!(snapshots::take))
         .routes(routes!(snapshots::revert))
+        .routes(routes!(snapshots::withdraw))
         .routes(routes!(jobs::list, jobs::start))
         .routes(routes!(jobs::show, jobs::change))
 }

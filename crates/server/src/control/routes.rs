@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use axum::extract::{FromRequestParts, Path};
 use axum::http::request::Parts;
+use serde::de::DeserializeOwned;
 use vmstrata_api::ChangedBy;
 
 use super::problem::Failure;
@@ -42,10 +43,10 @@ async fn changing<T: Send + 'static>(
     apart(host, move |host| host.audit.change(by, what, |what| work(host, what))).await
 }
 
-/// The name or number in a path.
-pub(in crate::control) struct Segment(String);
+/// The name or number in a path, or several.
+pub(in crate::control) struct Segment<T = String>(T);
 
-impl<S: Send + Sync> FromRequestParts<S> for Segment {
+impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Segment<T> {
     type Rejection = Failure;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Failure> {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use vmstrata_api::{Event, Quiesce, SnapshotLayer, SnapshotSpec, SnapshotTaken};
-use vmstrata_disk::snapshot::{SnapshotInfo, now_ns};
+use vmstrata_disk::snapshot::{SnapshotInfo, now_ns, state_of};
 use vmstrata_disk::{Disk, Taken, Together};
 use vmstrata_tier::Tiered;
 use vmstrata_types::{path_from_text, path_to_text};
@@ -92,7 +92,7 @@ fn info(asked: &SnapshotSpec, label: Option<(String, String)>) -> SnapshotInfo {
 }
 
 impl Host {
-    /// A snapshot of a tiered disk is there when it is published.
+    /// A snapshot of a tiered disk is there when it is published, for which not everyone waits.
     fn take_tiered(
         &self,
         asked: SnapshotSpec,
@@ -102,17 +102,23 @@ impl Host {
         let how = how(&asked);
         let mut quiesced = quiesce(agents, how, Patience::default(), &self.guards)?;
         let info = info(&asked, quiesced.label());
-        let mut thawed = None;
-        let taken =
-            tier.snapshot(&info, Instant::now() + SYNC_PATIENCE, || thawed = Some(quiesced.thaw(how)));
-        let thawed = thawed.unwrap_or_else(|| quiesced.thaw(how));
-        let taken = taken?;
         let [disk] = &asked.disks[..] else { unreachable!("one that is tiered goes alone") };
+        let mut thawed = None;
+        let taken = if asked.publish_later {
+            let path = self.table.lock().serving(disk)?.0.path.clone();
+            tier.cut_for(&info).map(|cut| (state_of(&path, &info.name), cut.pause))
+        } else {
+            let deadline = Instant::now() + SYNC_PATIENCE;
+            let taken = tier.snapshot(&info, deadline, || thawed = Some(quiesced.thaw(how)));
+            taken.map(|taken| (taken.layer, taken.pause))
+        };
+        let thawed = thawed.unwrap_or_else(|| quiesced.thaw(how));
+        let (layer, pause) = taken?;
         self.tell(Event::SnapshotTaken { disk: disk.clone(), snapshot: info.name.clone() });
-        let layer = SnapshotLayer { disk: disk.clone(), layer: path_to_text(&taken.layer), was_raw: false };
+        let layer = SnapshotLayer { disk: disk.clone(), layer: path_to_text(&layer), was_raw: false };
         thawed?;
         Ok(SnapshotTaken {
-            pause_us: u64::try_from(taken.pause.as_micros()).unwrap_or(u64::MAX),
+            pause_us: u64::try_from(pause.as_micros()).unwrap_or(u64::MAX),
             quiesced: quiesced.is_quiesced(),
             not_quiesced_because: quiesced.why_not,
             disks: vec![layer],

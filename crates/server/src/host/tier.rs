@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use vmstrata_api as api;
 use vmstrata_disk::snapshot::now_ns;
 use vmstrata_disk::{Disk, OpenOptions};
-use vmstrata_tier::{DurableAt, Place, TierState, TierStatus, Tiered};
+use vmstrata_tier::{DurableAt, PendingSnapshot, Place, TierState, TierStatus, Tiered};
 use vmstrata_types::path_to_text;
 
 use super::Host;
@@ -78,6 +78,19 @@ impl Host {
         Ok(tier_status(&self.tier(name)?.sync(Instant::now() + SYNC_PATIENCE)?))
     }
 
+    /// Gives a state of a tiered disk no name that it would get once it is published.
+    ///
+    /// # Errors
+    /// No such disk, one that is not served or not tiered; no snapshot of that name that waits.
+    pub fn withdraw_snapshot(&self, name: &str, snapshot: &str) -> Result<(), Error> {
+        let tier = self.tier(name)?;
+        let found = tier.status().pending.into_iter().find(|pending| pending.name == snapshot);
+        match found.map(|found| tier.withdraw(&found.name, found.taken_ns)).transpose()? {
+            Some(true) => Ok(()),
+            _ => Err(Error::NotPending { disk: name.to_owned(), snapshot: snapshot.to_owned() }),
+        }
+    }
+
     /// Holds the epochs of a tiered disk on this host for so long, or no longer.
     ///
     /// # Errors
@@ -135,6 +148,11 @@ impl Host {
     }
 }
 
+fn pending(snapshot: &PendingSnapshot) -> api::PendingSnapshot {
+    let PendingSnapshot { name, taken_ns, epoch, .. } = snapshot;
+    api::PendingSnapshot { name: name.clone(), taken_ns: *taken_ns, epoch: epoch.get() }
+}
+
 /// In the API's words.
 pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
     let now = now_ns();
@@ -171,5 +189,6 @@ pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
         slowed_to_bytes_a_second: window.slowed_to_bytes_a_second,
         writes_wait: window.writes_wait,
         flushes_wait: window.flushes_wait as u64,
+        pending_snapshots: status.pending.iter().map(pending).collect(),
     }
 }

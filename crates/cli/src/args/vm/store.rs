@@ -83,6 +83,9 @@ pub struct VmListArgs {
     /// Where they are kept.
     #[command(flatten)]
     pub vault: VaultArgs,
+    /// The server that may be serving tiered disks.
+    #[command(flatten)]
+    pub server: ControlArgs,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -96,6 +99,8 @@ Examples:
 
 COST is what a snapshot added to the vault, all copies; it shares the rest with older ones. Nothing is read but what is \
 said of each snapshot: whether its pages are whole is what `vmstrata vm verify` finds out.
+STATE says whether a tiered guest's disks are kept: complete; incomplete until their states are published; unknown while their \
+repository does not answer; lost if that never will be. Only complete snapshots can be restored.
 Exit codes: 0 listed, 1 the vault cannot be read, 64 wrong usage.";
 
 /// `vmstrata vm show`
@@ -107,6 +112,9 @@ pub struct VmShowArgs {
     /// Where it is kept.
     #[command(flatten)]
     pub vault: VaultArgs,
+    /// The server that may be serving tiered disks.
+    #[command(flatten)]
+    pub server: ControlArgs,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -151,7 +159,8 @@ Examples:
 
 A guest alone names no snapshot here: it is refused with the names there are. Others keep every page they share with what is deleted; the space of \
 the rest is freed at once, unless others use the vault (vmstrata vm gc). All repositories must be there. Without --disks, \
-the snapshots of the guest's disks that were taken at the same instant stay; the command lists them.
+the snapshots of the guest's disks that were taken at the same instant stay; the command lists them. --disks also releases \
+what keeps a tiered disk's state, or gives up one that is not published yet.
 Exit codes: 0 deleted, 1 not, or not everywhere: delete again, 64 wrong usage.";
 
 /// `vmstrata vm prune`
@@ -185,7 +194,8 @@ Examples:
   vmstrata vm prune web --keep hourly=24,daily=7 --disks --vault /srv/a --vault /srv/b --vault /srv/c
   vmstrata vm prune web --keep last=3 --label job=nightly --dry-run --vault /srv/a
 
-A rule keeps the newest snapshot of each of the last so many periods that have one, in UTC; what one rule keeps is kept.
+A rule keeps the newest snapshot of each of the last so many periods that have one, in UTC; what one rule keeps is kept. Rules do not \
+count snapshots that are not complete, and leave them alone.
 Exit codes: 0 done (also when there was nothing to do), 1 not, or not everywhere, 64 wrong usage.";
 
 /// `vmstrata vm gc`
@@ -231,6 +241,9 @@ pub struct VmVerifyArgs {
     /// Where they are kept.
     #[command(flatten)]
     pub vault: VaultArgs,
+    /// The server that may be serving tiered disks.
+    #[command(flatten)]
+    pub server: ControlArgs,
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
@@ -247,7 +260,7 @@ Examples:
 Exit codes:
   0   every copy is there and whole
   1   the vault cannot be read
-  2   a snapshot cannot be restored any more
+  2   a snapshot cannot be restored any more, or not before its disks' states are published
   3   all can be restored, and copies are missing or damaged: vmstrata vm repair
   64  wrong usage";
 

@@ -126,6 +126,7 @@ impl Live {
             agent: agent.as_deref().map(path_to_text),
             quiesce,
             convert_raw,
+            publish_later: false,
         };
         self.client.post("/v1/snapshots", &spec)
     }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use serde::Deserialize;
 use serde_json::json;
 use vmstrata_api::{
@@ -17,9 +17,11 @@ use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::DiskState;
 use vmstrata_types::path_from_text;
 
+use super::kept;
 use crate::args::MergeHowArgs;
 use crate::client::Client;
 use crate::commands::snapshot::NOW_QCOW2;
+use crate::commands::taken::kept_of;
 use crate::key_values::escape;
 
 /// How long a snapshot that was asked for may still come to be, after who asked is gone.
@@ -31,8 +33,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 pub(super) struct ServedDisks {
     client: Client,
     spec: SnapshotSpec,
-    /// `[disk]`: the active layer's file.
-    paths: Vec<String>,
+    /// `[disk]`: the active layer's file, and whether it is a tiered disk.
+    paths: Vec<(String, bool)>,
     /// QEMU's names of the media that are these disks.
     media: Vec<String>,
     is_taken: bool,
@@ -72,10 +74,27 @@ impl ServedDisks {
             let Some(disk) = served.disks.iter().find(|disk| disk.name == name) else {
                 bail!("{}: no disk is named '{name}'", disks.client.path().display());
             };
-            disks.paths.push(disk.path.clone());
+            disks.paths.push((disk.path.clone(), disk.tier.is_some()));
             disks.spec.disks.push(name);
         }
+        disks.check_names()?;
         Ok(disks)
+    }
+
+    /// Refuses a name that a snapshot of a tiered disk has. Its repository is asked now, as a guest that is held does not wait for it; one
+    /// that does not answer is not waited for.
+    fn check_names(&self) -> Result<()> {
+        let tiered = self.paths.iter().filter(|(_, is_tiered)| *is_tiered);
+        let kept = kept_of(tiered.map(|(path, _)| (path.clone(), path_from_text(path))).collect())?;
+        let name = &self.spec.name;
+        for (path, kept) in &kept {
+            let kept = kept.as_deref().unwrap_or_default();
+            ensure!(
+                kept.iter().all(|taken| taken.name != *name),
+                "{path}: a snapshot '{name}' is there already"
+            );
+        }
+        Ok(())
     }
 
     /// Names of the disks whose vhost-user sockets QEMU was started with, and of those it is a client of over NBD. (QEMU
@@ -141,6 +160,12 @@ impl ServedDisks {
         let served: DiskList = self.client.get("/v1/disks")?;
         let mut deleted = false;
         for disk in served.disks.iter().filter(|disk| self.spec.disks.contains(&disk.name)) {
+            if disk.tier.is_some() {
+                let taken_ns = self.spec.taken_ns.unwrap_or_default();
+                let state = DiskState::new(&disk.path, &self.spec.name);
+                deleted |= kept::delete(&self.client, &state, taken_ns)?;
+                continue;
+            }
             // Headers only, of a chain that the server has found fit to open, wherever its layers are.
             let open = OpenOptions { allow_backing: vec!["/".into()], ..OpenOptions::default() };
             let known = snapshot::list(&path_from_text(&disk.path), &open)?;
@@ -173,6 +198,15 @@ impl ServedDisks {
         &self.spec.disks
     }
 
+    /// The states that the snapshot has.
+    fn states(&self) -> Vec<DiskState> {
+        let state = |(path, is_tiered): &(String, bool)| DiskState {
+            tiered_ns: self.spec.taken_ns.filter(|_| *is_tiered),
+            ..DiskState::new(path, &self.spec.name)
+        };
+        self.paths.iter().map(state).collect()
+    }
+
     fn delete(&self, disk: &str) -> Result<()> {
         let asked = MergeHowArgs::default().delete(
             disk,
@@ -197,16 +231,20 @@ impl Disks for ServedDisks {
         }
         let taken: SnapshotTaken = self.client.post("/v1/snapshots", &self.spec)?;
         self.is_taken = true;
-        for (path, _) in self.paths.iter().zip(&taken.disks).filter(|(_, layer)| layer.was_raw) {
+        for ((path, _), _) in self.paths.iter().zip(&taken.disks).filter(|(_, layer)| layer.was_raw) {
             eprintln!("vmstrata: {path}: {NOW_QCOW2}");
         }
-        let state = |path: &String| DiskState { disk: path.clone(), snapshot: self.spec.name.clone() };
-        Ok(self.paths.iter().map(state).collect())
+        Ok(self.states())
     }
 
     fn undo(&mut self) {
         if std::mem::take(&mut self.is_taken)
-            && let Err(error) = self.spec.disks.iter().try_for_each(|disk| self.delete(disk))
+            && let Err(error) = self.spec.disks.iter().zip(&self.states()).try_for_each(|(disk, state)| {
+                match state.tiered_ns {
+                    Some(taken_ns) => kept::delete(&self.client, state, taken_ns).map(drop),
+                    None => self.delete(disk),
+                }
+            })
         {
             let (name, disks) = (&self.spec.name, self.spec.disks.join(", "));
             eprintln!("vmstrata: warning: snapshot {name} of {disks} is left over: {error:#}");

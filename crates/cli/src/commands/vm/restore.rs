@@ -111,7 +111,7 @@ fn refiller<'a>(args: &VmRestoreArgs, snapshot: &'a Snapshot) -> Result<Option<R
     if table.is_empty() {
         return Ok(None);
     }
-    Ok(Some(Refiller::new(table, open_all(&States::new(&args.backing)?, &states))))
+    Ok(Some(Refiller::new(table, open_all(&States::new(&args.backing, &args.server)?, &states))))
 }
 
 /// What files of this restore are called.

@@ -16,6 +16,7 @@ use vmstrata_types::time;
 
 use super::disks::ServedDisks;
 use super::guard::{Guard, Resume, Undo};
+use super::kept::{Keeping, Look};
 use super::periodic;
 use super::states::States;
 use crate::args::{BackingArgs, VmMode, VmSnapshotArgs};
@@ -33,6 +34,8 @@ struct Shown {
     pause_ms: f64,
     seconds: f64,
     disks: Vec<String>,
+    /// Whether its disks' states are kept.
+    state: &'static str,
     /// The guest's kernel, as far as it could be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     kernel: Option<String>,
@@ -86,6 +89,8 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
         // The guest is held: it cannot be asked to finalize anything, and its memory holds what is not finalized.
         quiesce: Some(Quiesce::Never),
         convert_raw: args.convert_raw,
+        // The guest does not wait for a repository.
+        publish_later: true,
     };
     let mut served = ServedDisks::find(Client::new(&args.server)?, &mut qmp, &args.disks, spec)?;
     if served.names().is_empty() {
@@ -102,7 +107,9 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
     if !args.no_refill {
         // A server has found its chains fit to open, wherever their layers are.
         let allowed = args.backing.allow_backing.iter().cloned().chain(served.backing()?).collect();
-        request.refill = Some(Arc::new(States::new(&BackingArgs { allow_backing: allowed })?));
+        let states = States::new(&BackingArgs { allow_backing: allowed }, &args.server)?;
+        let is_held = request.mode == Mode::Stop;
+        request.refill = Some(Arc::new(if is_held { states.while_held() } else { states }));
     }
     let channel = Channel::new()?;
     let before = Before::of(&mut qmp, request.mode)?;
@@ -130,7 +137,9 @@ pub(super) fn take(args: &VmSnapshotArgs, labels: &[(String, String)], cancel: &
     drop(qmp);
     guard.set(&[])?;
     drop(guard);
-    show(args, &name, &report?)
+    let report = report?;
+    let keeping = Look::at(&report.disks, &args.server)?.of(&report.disks);
+    show(args, &name, &report, &keeping)
 }
 
 /// Refuses labels before the guest is held that its disks could not have beside one of this command's own.
@@ -238,7 +247,7 @@ fn cancel_on_signals() -> Result<Arc<AtomicBool>> {
     Ok(cancel)
 }
 
-fn show(args: &VmSnapshotArgs, name: &str, report: &Report) -> Result<()> {
+fn show(args: &VmSnapshotArgs, name: &str, report: &Report, keeping: &Keeping) -> Result<()> {
     let stats = &report.saved.stats;
     let shown = Shown {
         snapshot: format!("{}@{name}", args.guest),
@@ -246,6 +255,7 @@ fn show(args: &VmSnapshotArgs, name: &str, report: &Report) -> Result<()> {
         pause_ms: report.pause.as_secs_f64() * 1000.0,
         seconds: report.took.as_secs_f64(),
         disks: report.disks.iter().map(|disk| disk.disk.clone()).collect(),
+        state: keeping.name(),
         kernel: report.kernel.clone().ok(),
         unreadable: report.kernel.clone().err(),
         full: report.saved.is_full,
@@ -268,6 +278,9 @@ fn show(args: &VmSnapshotArgs, name: &str, report: &Report) -> Result<()> {
     let full = if shown.full { "full, " } else { "" };
     let held = format!("held for {:.1} ms, {:.1} s in all, {stored} stored", shown.pause_ms, shown.seconds);
     print(&format!("{}: {memory} of memory and {disks} taken ({full}{held})\n", shown.snapshot))?;
+    if let Some(why) = keeping.why() {
+        eprintln!("vmstrata: {}: {}: {why}; see `vmstrata vm list`", shown.snapshot, shown.state);
+    }
     if let Some(why) = &shown.unreadable {
         eprintln!("vmstrata: every page is stored as critical: {why}");
     }

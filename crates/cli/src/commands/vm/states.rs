@@ -4,41 +4,85 @@ use std::collections::HashMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
+use anyhow::bail;
 use vmstrata_disk::{Disk, Extent, OpenOptions, ResourceOptions, Resources, snapshot};
 use vmstrata_memory::BoxError;
 use vmstrata_memory::disk::{OpenDisk, ReadDisk};
 use vmstrata_memory::vault::DiskState;
 use vmstrata_store::Segment;
+use vmstrata_tier::{CachedFiles, open_state};
 use vmstrata_types::{GuestOffset, GuestRange, LayerIndex, path_from_text, path_to_text};
 
-use crate::args::BackingArgs;
+use super::kept::{Published, published};
+use crate::args::{BackingArgs, ControlArgs};
+use crate::client::Client;
 use crate::commands::states::explain;
+use crate::commands::taken::{Taken, find_taken};
 
 /// Runs of a disk looked up at a time.
 const EXTENTS: usize = 1024;
 
-/// Opens states of disks by their names in the disks' chains.
+/// How often is looked whether a state is published.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// How long one may take that is on its way.
+const PUBLISHED_MAX: Duration = Duration::from_secs(30);
+
+/// Opens states of disks: by their names in the disks' chains, or as layers of a repository.
 #[derive(Debug)]
 pub(super) struct States {
     options: OpenOptions,
+    files: Arc<CachedFiles>,
     resources: Arc<Resources>,
+    /// The server of tiered disks.
+    server: ControlArgs,
+    /// How long to wait for a state that is not published yet.
+    patience: Duration,
 }
 
 impl States {
-    /// Backing files may be where `backing` says.
+    /// Backing files may be where `backing` says; `server` may serve the disks.
     ///
     /// # Errors
     /// A host that cannot start the threads that reading takes.
-    pub(super) fn new(backing: &BackingArgs) -> vmstrata_disk::Result<Self> {
+    pub(super) fn new(backing: &BackingArgs, server: &ControlArgs) -> vmstrata_disk::Result<Self> {
         let allow_backing = backing.allow_backing.clone();
         let options = OpenOptions { read_only: true, allow_backing, ..OpenOptions::default() };
-        Ok(Self { options, resources: Resources::start(ResourceOptions::default())? })
+        let files = Arc::<CachedFiles>::default();
+        let resources = Resources::start_with(ResourceOptions::default(), files.clone())?;
+        Ok(Self { options, files, resources, server: server.clone(), patience: PUBLISHED_MAX })
+    }
+
+    /// The same, for a guest that is held meanwhile: nothing is waited for.
+    #[must_use]
+    pub(super) fn while_held(self) -> Self {
+        Self { patience: Duration::ZERO, ..self }
+    }
+
+    /// Opens a state of a tiered disk, once it is published.
+    fn open_tiered(&self, state: &DiskState, taken_ns: u64) -> anyhow::Result<Arc<Disk>> {
+        let (client, deadline) = (Client::new(&self.server)?, Instant::now() + self.patience);
+        let cache = loop {
+            match published(&client, state, taken_ns)? {
+                Published::Perhaps(cache) => break cache,
+                Published::Soon if Instant::now() < deadline => std::thread::sleep(LOOK_EVERY),
+                Published::Soon => bail!("it is not published yet"),
+            }
+        };
+        let (path, name) = (path_from_text(&state.disk), state.snapshot.clone());
+        let (_, pin) = find_taken(&path, Taken { name, taken_ns })?;
+        let reading = (cache.as_deref(), &self.files);
+        Ok(open_state(&path, &pin.epoch, reading, &self.options, &self.resources)?)
     }
 }
 
 impl OpenDisk for States {
     fn open(&self, state: &DiskState) -> Result<Box<dyn ReadDisk>, BoxError> {
+        if let Some(taken_ns) = state.tiered_ns {
+            let disk = self.open_tiered(state, taken_ns).map_err(|error| format!("{error:#}"))?;
+            return Ok(Box::new(State { disk, opened: Mutex::default() }));
+        }
         let found = snapshot::find(&path_from_text(&state.disk), &state.snapshot, &self.options);
         let found = found.map_err(|error| explain(&error))?;
         let (format, options) = (Some(found.format), self.options.clone());
@@ -103,10 +147,8 @@ pub(super) fn moved(states: &[DiskState], files: &[PathBuf]) -> anyhow::Result<V
         has == named,
         "the snapshot has {has} disks (see `vmstrata vm show`), and --disk names {named}"
     );
-    let state = |(state, file): (&DiskState, &PathBuf)| DiskState {
-        disk: path_to_text(file),
-        snapshot: state.snapshot.clone(),
-    };
+    let state =
+        |(state, file): (&DiskState, &PathBuf)| DiskState { disk: path_to_text(file), ..state.clone() };
     Ok(states.iter().zip(files).map(state).collect())
 }
 

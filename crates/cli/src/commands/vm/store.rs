@@ -14,6 +14,7 @@ use vmstrata_memory::vault::{
     Compact, Deleted, DiskState, Info, Listed, SnapshotId, Vault, VaultError, Which,
 };
 
+use super::kept::{Keeping, Look};
 use crate::args::{
     DiskSnapshotArgs, VaultArgs, VmDeleteArgs, VmListArgs, VmPruneArgs, VmShowArgs, VmStoreCommand,
 };
@@ -69,9 +70,10 @@ fn run_list(args: &VmListArgs) -> Result<()> {
     for lost in listed.iter().filter(|listed| listed.info.is_err()) {
         eprintln!("vmstrata: warning: snapshot {}: what is known of it cannot be read", lost.id);
     }
-    answer(args.json, &report::Listing { snapshots: listed.iter().map(Row::new).collect() }, || {
-        report::table(&listed)
-    })
+    let look = Look::at_all(&listed, &args.server)?;
+    let rows = listed.iter().map(|listed| Row::new(listed, &look)).collect();
+    let listing = report::Listing { snapshots: rows };
+    answer(args.json, &listing, || listing.text())
 }
 
 fn run_show(args: &VmShowArgs) -> Result<()> {
@@ -83,7 +85,8 @@ fn run_show(args: &VmShowArgs) -> Result<()> {
         anyhow::bail!("snapshot {id}: what is known of it is lost: {}", tried.join("; "));
     }
     let used = vault.used_objects(id)?;
-    let shown = Shown::new(&listed, &used);
+    let look = Look::at_all(std::slice::from_ref(&listed), &args.server)?;
+    let shown = Shown::new(&listed, &used, &look);
     answer(args.json, &shown, || shown.text())
 }
 
@@ -168,7 +171,8 @@ fn delete(
 fn run_prune(args: &VmPruneArgs) -> Result<()> {
     let vault = open(&args.vault)?;
     let listed = vault.list()?;
-    let (keep, gone) = decide(&listed, &args.guest, &args.label, &args.keep);
+    let look = Look::at_all(&listed, &args.disks.server)?;
+    let (keep, gone) = decide(&listed, &look, (&args.guest, &args.label), &args.keep);
     if args.dry_run || gone.is_empty() {
         return report::tell_plan(&args.guest, &keep, &gone, args.json);
     }
@@ -187,7 +191,8 @@ pub fn prune(
     disks: &DiskSnapshotArgs,
 ) -> Result<Option<Gone>> {
     let listed = vault.list()?;
-    let (_, gone) = decide(&listed, guest, labels, keep);
+    let look = Look::at_all(&listed, &disks.server)?;
+    let (_, gone) = decide(&listed, &look, (guest, labels), keep);
     if gone.is_empty() { Ok(None) } else { delete_all(vault, &gone, disks).map(Some) }
 }
 
@@ -197,14 +202,16 @@ fn delete_all(vault: &Vault, gone: &[&Info], disks: &DiskSnapshotArgs) -> Result
     delete(vault, &ids, gone.iter().map(|info| info.title()).collect(), states, disks)
 }
 
-/// The snapshots of a guest with these labels: those that a rule keeps, and the others.
+/// The snapshots of a guest with these labels: those that a rule keeps, and the others. Those that are not complete are neither: a rule that
+/// kept them might keep nothing that can be restored.
 fn decide<'a>(
     listed: &'a [Listed],
-    guest: &str,
-    labels: &[(String, String)],
+    look: &Look,
+    (guest, labels): (&str, &[(String, String)]),
     keep: &Keep,
 ) -> (Vec<&'a Info>, Vec<&'a Info>) {
     let infos = listed.iter().filter_map(|listed| listed.info.as_ref().ok());
+    let infos = infos.filter(|info| look.of(&info.disks) == Keeping::Complete);
     let has_labels = |info: &&Info| labels.iter().all(|label| info.labels.contains(label));
     let infos: Vec<&Info> = infos.filter(|info| info.guest == guest).filter(has_labels).collect();
     let kept = keep.decide(&infos.iter().map(|info| info.taken_ns).collect::<Vec<_>>());

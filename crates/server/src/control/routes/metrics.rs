@@ -295,6 +295,7 @@ mod tests {
             slowed_to_bytes_a_second: Some(65536),
             writes_wait: false,
             flushes_wait: 2,
+            pending_snapshots: Vec::new(),
         }
     }
 

@@ -29,6 +29,25 @@ pub(in crate::control) async fn take(
     Ok((StatusCode::CREATED, Json(taken)))
 }
 
+/// Give up a snapshot of a tiered disk that is not published yet
+#[utoipa::path(
+    delete, path = "/v1/disks/{name}/snapshots/{snapshot}", tag = "disks", operation_id = "withdraw_snapshot",
+    params(
+        ("name" = String, Path, description = "The disk"),
+        ("snapshot" = String, Path, description = "One of its `pending_snapshots`")
+    ),
+    responses((status = NO_CONTENT, description = "Its state gets no name"))
+)]
+pub(in crate::control) async fn withdraw(
+    State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
+    Segment((name, snapshot)): Segment<(String, String)>,
+) -> Result<StatusCode, Failure> {
+    let what = What::of("snapshot_withdraw", [name.clone()]).object(&snapshot);
+    changing(host, by, what, move |host, _| host.withdraw_snapshot(&name, &snapshot)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
 /// Let a disk be again what it was at a snapshot. No guest and no client may be using it
 #[utoipa::path(
     post, path = "/v1/disks/{name}/revert", tag = "disks", operation_id = "revert_disk",

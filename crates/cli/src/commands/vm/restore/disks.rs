@@ -10,7 +10,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use vmstrata_api::{
     DiskDetail, DiskList, DiskSpec, DiskStatus, ExportList, ExportSpec, ExportStatus, encode_segment,
 };
@@ -18,6 +18,7 @@ use vmstrata_disk::{OpenOptions, own_clusters, snapshot};
 use vmstrata_memory::restore::{Pair, edit};
 use vmstrata_memory::vault::{DiskState, Info};
 use vmstrata_store::{FileId, Gate};
+use vmstrata_tier::Pin;
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::super::disks::{is_export, layer_directories};
@@ -28,6 +29,8 @@ use crate::args::{BackingArgs, VmRestoreArgs};
 use crate::attach::{absolute, shell_quote};
 use crate::client::Client;
 use crate::commands::snapshot::live::is_file_of;
+use crate::commands::taken::{Taken, find_taken};
+use crate::commands::tiered::{clone_of, repository_at};
 use crate::output::counted;
 
 /// Names that are tried for a clone while other processes take them.
@@ -106,6 +109,9 @@ impl<'a> GuestDisks<'a> {
         if disk.way.is_none() {
             return Some(self.not_used(disk));
         }
+        if let Some(taken_ns) = disk.state.tiered_ns {
+            return self.wrong_tiered(disk, taken_ns).unwrap_or_else(|error| Some(format!("{error:#}")));
+        }
         let snapshots = match self.newer(disk) {
             Ok(newer) => newer,
             Err(error) => return Some(format!("{error:#}")),
@@ -128,6 +134,43 @@ impl<'a> GuestDisks<'a> {
         ))
     }
 
+    /// The same of a tiered disk: its active layer stands on the state that is kept, once the disk has been put back to it.
+    fn wrong_tiered(&self, disk: &Disk, taken_ns: u64) -> Result<Option<String>> {
+        let DiskState { disk: path, snapshot: name, .. } = &disk.state;
+        let (layer, _) = self.find_taken(disk, taken_ns)?;
+        let Some(served) = &disk.served else {
+            bail!("{path} is a tiered disk: serve it, and lead QEMU to its socket");
+        };
+        let detail = self.detail(served)?;
+        let why = match &detail.chain[..] {
+            [.., below, active] if path_from_text(&below.path) == layer => {
+                match written_to(&path_from_text(&active.path), &detail)? {
+                    None => return Ok(None),
+                    Some(written) => written,
+                }
+            }
+            _ => "it stands on another state".to_owned(),
+        };
+        let revert = ["snapshot", "revert", path, name, "--yes"].map(shell_quote);
+        Ok(Some(format!(
+            "{path} is not as {} left it: {why}\n  vmstrata {}   puts it back, and keeps what it is now as a branch; or start the guest on clones with --clone-disks",
+            self.info.title(),
+            revert.join(" ")
+        )))
+    }
+
+    /// The state of a tiered disk that is kept: its newest layer, and its pin.
+    fn find_taken(&self, disk: &Disk, taken_ns: u64) -> Result<(PathBuf, Pin)> {
+        let taken = Taken { name: disk.state.snapshot.clone(), taken_ns };
+        find_taken(&path_from_text(&disk.state.disk), taken).with_context(|| {
+            format!("{} is not complete (see `vmstrata vm show`): {}", self.info.title(), disk.state.disk)
+        })
+    }
+
+    fn detail(&self, served: &DiskStatus) -> Result<DiskDetail> {
+        self.client.get(&format!("/v1/disks/{}", encode_segment(&served.name)))
+    }
+
     fn not_used(&self, disk: &Disk) -> String {
         let path = &disk.state.disk;
         let server = match self.client.is_answered() {
@@ -142,7 +185,7 @@ impl<'a> GuestDisks<'a> {
 
     /// The snapshots of a disk that are newer than its state, which is in its chain.
     fn newer(&self, disk: &Disk) -> Result<Vec<String>> {
-        let DiskState { disk: path, snapshot: name } = &disk.state;
+        let DiskState { disk: path, snapshot: name, .. } = &disk.state;
         let snapshots = snapshot::list(&path_from_text(path), &self.options(disk)?)?;
         let is_it = |found: &snapshot::Snapshot| {
             let info = found.info.as_ref();
@@ -161,18 +204,11 @@ impl<'a> GuestDisks<'a> {
 
     /// What was written to a disk since it stands on its newest snapshot.
     fn written(&self, disk: &Disk) -> Result<Option<String>> {
-        let mut clusters = 0;
-        own_clusters(&path_from_text(&disk.state.disk), &Gate::unrestricted(), |_| clusters += 1)?;
-        if clusters > 0 {
-            return Ok(Some(format!("{} written since", counted(clusters, "cluster"))));
+        let path = path_from_text(&disk.state.disk);
+        match &disk.served {
+            Some(served) => written_to(&path, &self.detail(served)?),
+            None => written_in(&path),
         }
-        let Some(served) = &disk.served else { return Ok(None) };
-        // The server may hold writes that are not in the file yet.
-        let detail: DiskDetail = self.client.get(&format!("/v1/disks/{}", encode_segment(&served.name)))?;
-        let changes = detail
-            .stats
-            .map_or(0, |stats| stats.write.requests + stats.discard.requests + stats.write_zeroes.requests);
-        Ok((changes > 0).then(|| format!("{} since the server opened it", counted(changes, "write"))))
     }
 
     /// How a disk's headers are read.
@@ -209,7 +245,10 @@ impl<'a> GuestDisks<'a> {
         let (mut qemu, mut files) = (self.args.qemu.clone(), Vec::new());
         for disk in &self.disks {
             let Some(way) = &disk.way else { bail!("{}", self.not_used(disk)) };
-            self.newer(disk)?;
+            match disk.state.tiered_ns {
+                Some(taken_ns) => drop(self.find_taken(disk, taken_ns)?),
+                None => drop(self.newer(disk)?),
+            }
             let (changed, file) = self.clone_one(disk, way, dir, ending)?;
             qemu = replaced(&qemu, &path_from_text(&disk.state.disk), way, &changed);
             files.push(absolute(&file));
@@ -225,7 +264,7 @@ impl<'a> GuestDisks<'a> {
         dir: Option<&Path>,
         ending: &Ending,
     ) -> Result<(Changed, PathBuf)> {
-        let DiskState { disk: path, snapshot: name } = &disk.state;
+        let DiskState { disk: path, snapshot: name, .. } = &disk.state;
         let mut tries = 0;
         let (file, added) = loop {
             let free = unused(&path_from_text(path), dir, &format!("{name}.clone"));
@@ -250,7 +289,7 @@ impl<'a> GuestDisks<'a> {
     /// # Errors
     /// A file of that name; what the host or the server says. Nothing is then left.
     fn make_clone(&self, disk: &Disk, way: &Way, file: &Path, ending: &Ending) -> Result<Option<String>> {
-        let DiskState { disk: path, snapshot: name } = &disk.state;
+        let DiskState { disk: path, snapshot: name, .. } = &disk.state;
         let clone = |served, is_served| {
             let control = self.args.server.control.clone();
             Undo::Drop(Clone { file: file.to_owned(), served, is_served, control })
@@ -267,7 +306,10 @@ impl<'a> GuestDisks<'a> {
                 // Not the file's own: several guests may have a disk of that name.
                 let name_there = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
                 ending.undo(clone(Some(name_there.clone()), false))?;
-                let added = self.serve_clone(served, name, file, name_there);
+                let added = match disk.state.tiered_ns {
+                    Some(taken_ns) => self.serve_tiered_clone(disk, taken_ns, file, name_there),
+                    None => self.serve_clone(served, name, file, name_there),
+                };
                 let added = added.or_else(|error| ending.change(None).and(Err(error)))?;
                 ending.change(Some(clone(Some(added.clone()), true)))?;
                 Ok(Some(added))
@@ -298,6 +340,28 @@ impl<'a> GuestDisks<'a> {
         Ok(added.disk.name)
     }
 
+    /// Makes a clone of a tiered disk's state, and has the server serve it as an ordinary disk; returns its name there.
+    fn serve_tiered_clone(
+        &self,
+        disk: &Disk,
+        taken_ns: u64,
+        file: &Path,
+        name_there: String,
+    ) -> Result<String> {
+        let (_, pin) = self.find_taken(disk, taken_ns)?;
+        let path = path_from_text(&disk.state.disk);
+        let (dir, repository) = repository_at(&path)?.context("it is gone")?;
+        clone_of(&pin, (&path, &dir, &repository), file, true)?;
+        let spec = DiskSpec {
+            path: path_to_text(file),
+            backing: Some(vec![path_to_text(&dir)]),
+            name: Some(name_there),
+            ..DiskSpec::default()
+        };
+        let added: DiskDetail = self.client.post("/v1/disks", &spec)?;
+        Ok(added.disk.name)
+    }
+
     /// Has an export like that of the disk `old` lead to the disk `new`.
     fn lead_to(&self, export: &ExportSpec, old: &str, new: &str) -> Result<Changed> {
         match export {
@@ -312,6 +376,25 @@ impl<'a> GuestDisks<'a> {
             ExportSpec::Nbd(_) => Ok(Changed { to: new.to_owned(), export: old.to_owned() }),
         }
     }
+}
+
+/// What was written to the active layer of a disk that is served.
+fn written_to(active: &Path, detail: &DiskDetail) -> Result<Option<String>> {
+    if let Some(written) = written_in(active)? {
+        return Ok(Some(written));
+    }
+    // The server may hold writes that are not in the file yet.
+    let stats = detail.stats.as_ref();
+    let changes =
+        stats.map_or(0, |stats| stats.write.requests + stats.discard.requests + stats.write_zeroes.requests);
+    Ok((changes > 0).then(|| format!("{} since the server opened it", counted(changes, "write"))))
+}
+
+/// What a file has of its own.
+fn written_in(active: &Path) -> Result<Option<String>> {
+    let mut clusters = 0;
+    own_clusters(active, &Gate::unrestricted(), |_| clusters += 1)?;
+    Ok((clusters > 0).then(|| format!("{} written since", counted(clusters, "cluster"))))
 }
 
 /// What QEMU is given instead of a path or a socket; or of the export of that name.

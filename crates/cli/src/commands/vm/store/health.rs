@@ -4,10 +4,11 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use serde::Serialize;
-use vmstrata_memory::vault::{Health, OneDevice};
+use vmstrata_memory::vault::{Health, Listed, OneDevice};
 
+use super::super::kept::{Keeping, Look};
 use super::{ids, open};
-use crate::args::{VmRepairArgs, VmVerifyArgs};
+use crate::args::{ControlArgs, VmRepairArgs, VmVerifyArgs};
 use crate::audit::{self, What};
 use crate::output::{Progress, answer, counted};
 
@@ -22,6 +23,8 @@ struct Row<'a> {
     snapshot: Option<&'a str>,
     whole: bool,
     complete: bool,
+    /// Whether its disks' states are kept.
+    state: Option<&'static str>,
     lost_critical_pages: u64,
     lost_clean_pages: u64,
     lost_metadata_pages: u64,
@@ -31,12 +34,13 @@ struct Row<'a> {
 }
 
 impl<'a> Row<'a> {
-    fn new(health: &'a Health) -> Self {
+    fn new(health: &'a Health, keeping: Option<&Keeping>) -> Self {
         Self {
             id: health.id.to_string(),
             snapshot: health.title.as_deref(),
             whole: health.is_whole(),
             complete: health.is_complete(),
+            state: keeping.map(Keeping::name),
             lost_critical_pages: health.lost_critical,
             lost_clean_pages: health.lost_clean,
             lost_metadata_pages: health.lost_metadata,
@@ -66,10 +70,27 @@ pub fn run_verify(args: &VmVerifyArgs) -> Result<ExitCode> {
         progress.update("verifying", done, all);
     })?;
     drop(progress);
-    answer(args.json, &health.iter().map(Row::new).collect::<Vec<_>>(), || {
-        health.iter().map(text).collect::<String>()
+    let keeping = keeping(&vault.list()?, &health, &args.server)?;
+    let rows: Vec<Row<'_>> =
+        health.iter().zip(&keeping).map(|(health, keeping)| Row::new(health, keeping.as_ref())).collect();
+    answer(args.json, &rows, || {
+        health
+            .iter()
+            .zip(&keeping)
+            .map(|(health, keeping)| text(health, keeping.as_ref()))
+            .collect::<String>()
     })?;
-    Ok(exit_code(&health))
+    let is_kept = |keeping: &Option<Keeping>| keeping.as_ref().is_none_or(|it| *it == Keeping::Complete);
+    Ok(if keeping.iter().all(is_kept) { exit_code(&health) } else { EXIT_LOST.into() })
+}
+
+/// `[snapshot]`: whether the states of its disks are kept; `None` where it is not known which they are.
+fn keeping(listed: &[Listed], health: &[Health], server: &ControlArgs) -> Result<Vec<Option<Keeping>>> {
+    let look = Look::at_all(listed, server)?;
+    let info = |health: &Health| {
+        listed.iter().find(|listed| listed.id == health.id).and_then(|listed| listed.info.as_ref().ok())
+    };
+    Ok(health.iter().map(|health| info(health).map(|info| look.of(&info.disks))).collect())
 }
 
 /// Runs `vmstrata vm repair`.
@@ -83,14 +104,14 @@ pub fn run_repair(args: &VmRepairArgs) -> Result<ExitCode> {
     let titles = args.snapshots.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let what = What { object: Some(titles).filter(|titles| !titles.is_empty()), ..What::of("vm_repair", []) };
     let repaired = audit::change(what, |_| Ok(vault.repair(&ids, one_device)?))?;
-    let snapshots = repaired.health.iter().map(Row::new).collect();
+    let snapshots = repaired.health.iter().map(|health| Row::new(health, None)).collect();
     answer(args.json, &Report { made: &repaired.made, mended: &repaired.mended, snapshots }, || {
         let made: String = repaired.made.iter().map(|copy| format!("{copy}: made again\n")).collect();
         let mended = match &repaired.mended[..] {
             [] => String::new(),
             mended => format!("used by {}\n", mended.join(", ")),
         };
-        made + &mended + &repaired.health.iter().map(text).collect::<String>()
+        made + &mended + &repaired.health.iter().map(|health| text(health, None)).collect::<String>()
     })?;
     Ok(exit_code(&repaired.health))
 }
@@ -103,7 +124,7 @@ fn exit_code(health: &[Health]) -> ExitCode {
 }
 
 /// A line for a snapshot, and one for each thing that is wrong.
-fn text(health: &Health) -> String {
+fn text(health: &Health, keeping: Option<&Keeping>) -> String {
     let id = health.id.to_string();
     let title = health.title.as_ref().unwrap_or(&id);
     let lost = |pages: u64, kind: &str| {
@@ -120,6 +141,9 @@ fn text(health: &Health) -> String {
     let mut lines = format!("{title}: {verdict}{critical}{clean}{metadata}\n");
     for problem in &health.problems {
         lines += &format!("  {problem}\n");
+    }
+    if let Some((state, why)) = keeping.and_then(|keeping| Some((keeping.name(), keeping.why()?))) {
+        lines += &format!("  its disks are {state}, and it cannot be restored: {why}\n");
     }
     if !health.others.is_empty() {
         lines += &format!("  also concerned: {}\n", health.others.join(", "));

@@ -7,6 +7,7 @@ use serde::Serialize;
 use vmstrata_memory::vault::{DiskState, Info, Listed, Savings, UsedObject};
 use vmstrata_types::time;
 
+use super::super::kept::{Keeping, Look};
 use crate::output::{Table, answer, counted, percent, print, print_json_line};
 use crate::units::{exact_size, short_size};
 
@@ -38,6 +39,11 @@ pub struct Row<'a> {
     /// How many it builds on.
     step: Option<u32>,
     disks: Vec<Disk<'a>>,
+    /// Whether its disks' states are kept.
+    state: Option<&'static str>,
+    /// Why they are not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    state_why: Option<String>,
     labels: BTreeMap<&'a str, &'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     damage: Option<&'a [String]>,
@@ -50,11 +56,12 @@ struct Disk<'a> {
 }
 
 impl<'a> Row<'a> {
-    /// As the vault lists it.
-    pub fn new(listed: &'a Listed) -> Self {
+    /// As the vault lists it, and its disks look.
+    pub fn new(listed: &'a Listed, look: &Look) -> Self {
         let info = listed.info.as_ref().ok();
         let labels = info.map_or(&[][..], |info| &info.labels);
         let disks = info.map_or(&[][..], |info| &info.disks);
+        let keeping = info.map(|info| look.of(&info.disks));
         Self {
             id: listed.id.to_string(),
             guest: info.map(|info| info.guest.as_str()),
@@ -70,6 +77,8 @@ impl<'a> Row<'a> {
             full: info.map(Info::is_full),
             step: info.map(|info| info.step),
             disks: disks.iter().map(|state| Disk { disk: &state.disk, snapshot: &state.snapshot }).collect(),
+            state: keeping.as_ref().map(Keeping::name),
+            state_why: keeping.and_then(|keeping| keeping.why().map(str::to_owned)),
             labels: labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect(),
             damage: listed.info.as_ref().err().map(Vec::as_slice),
         }
@@ -86,18 +95,43 @@ fn cost(info: &Info, listed: &Listed) -> u64 {
     savings(info, listed).used
 }
 
-/// The list as a table.
-pub fn table(listed: &[Listed]) -> String {
-    if listed.is_empty() {
-        return "no snapshots\n".to_owned();
+impl Listing<'_> {
+    /// As a table, and why snapshots are not complete.
+    pub fn text(&self) -> String {
+        if self.snapshots.is_empty() {
+            return "no snapshots\n".to_owned();
+        }
+        let columns = ["SNAPSHOT", "TAKEN", "STATE", ">MEMORY", ">COST", ">COPIES", ">STEP", "ID"];
+        let mut table = Table::new(columns);
+        self.snapshots.iter().for_each(|row| table.row(row.cells()));
+        let why =
+            |row: &Row<'_>| row.state_why.as_ref().map(|_| format!("{}: {}\n", row.title(), row.state()));
+        table.to_string() + &self.snapshots.iter().filter_map(why).collect::<String>()
     }
-    let mut table = Table::new(["SNAPSHOT", "TAKEN", ">MEMORY", ">COST", ">COPIES", ">STEP", "ID"]);
-    for listed in listed {
-        let row = Row::new(listed);
-        let size = |bytes: Option<u64>| bytes.map_or_else(|| "-".to_owned(), short_size);
-        let title = listed.info.as_ref().map_or_else(|_| "(lost)".to_owned(), Info::title);
-        let copies = row.copies.map_or_else(|| "-".to_owned(), |copies| copies.to_string());
-        let time = row.time.unwrap_or_else(|| "-".to_owned());
+}
+
+impl Row<'_> {
+    fn title(&self) -> String {
+        self.guest
+            .zip(self.name)
+            .map_or_else(|| "(lost)".to_owned(), |(guest, name)| format!("{guest}@{name}"))
+    }
+
+    /// Whether its disks' states are kept, since when they are not, and why.
+    fn state(&self) -> String {
+        let (state, since) = (self.state.unwrap_or("-"), self.time.as_deref().unwrap_or("-"));
+        match &self.state_why {
+            None => state.to_owned(),
+            Some(why) => format!("{state} since {since}: {why}"),
+        }
+    }
+
+    fn cells(&self) -> [String; 8] {
+        let row = self;
+        let none = || "-".to_owned();
+        let size = |bytes: Option<u64>| bytes.map_or_else(none, short_size);
+        let copies = row.copies.map_or_else(none, |copies| copies.to_string());
+        let time = row.time.clone().unwrap_or_else(none);
         let step = row.step.map_or_else(
             || "-".to_owned(),
             |step| match step {
@@ -105,9 +139,9 @@ pub fn table(listed: &[Listed]) -> String {
                 _ => step.to_string(),
             },
         );
-        table.row([title, time, size(row.memory_size), size(row.cost), copies, step, row.id]);
+        let state = row.state.unwrap_or("-").to_owned();
+        [row.title(), time, state, size(row.memory_size), size(row.cost), copies, step, row.id.clone()]
     }
-    table.to_string()
 }
 
 /// One snapshot, with what it holds and what was saved.
@@ -195,15 +229,15 @@ struct SavingsRow {
 }
 
 impl<'a> Shown<'a> {
-    /// As the vault lists it, with the objects that it uses.
-    pub fn new(listed: &'a Listed, used: &'a [UsedObject]) -> Self {
+    /// As the vault lists it, with the objects that it uses, and its disks look.
+    pub fn new(listed: &'a Listed, used: &'a [UsedObject], look: &Look) -> Self {
         let shared_with: BTreeSet<&str> =
             used.iter().flat_map(|object| object.others.iter().map(String::as_str)).collect();
         let info = listed.info.as_ref().ok();
         let stats = info.map(|info| info.stats).unwrap_or_default();
         let saved = info.map(|info| savings(info, listed)).unwrap_or_default();
         Self {
-            row: Row::new(listed),
+            row: Row::new(listed, look),
             pages: Pages {
                 all: stats.pages,
                 free: stats.free,
@@ -240,6 +274,7 @@ impl<'a> Shown<'a> {
             lines.push(("snapshot", info.title()));
             lines.push(("id", info.id.to_string()));
             lines.push(("taken", time::rfc3339(info.taken_ns)));
+            lines.push(("state", self.row.state()));
             lines.push(("memory", exact_size(info.layout.bytes())));
             lines.extend(info.labels.iter().map(|(key, value)| ("label", format!("{key}={value}"))));
             let disk = |state: &DiskState| format!("{} at {}", state.disk, state.snapshot);

@@ -1,0 +1,107 @@
+//! A guest on a tiered disk is taken while nothing is published, and goes on at once; from what is published later it is started again, on
+//! its host and on another one.
+
+mod counting;
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use counting::{Counting, STEPS_MAX, last_count, must};
+use serde_json::Value;
+use xtask::bench::server;
+
+/// A guest is held for some 100 ms; a NAS is away for longer.
+const PAUSE_MS_MAX: f64 = 5000.0;
+
+fn tool(counting: &Counting, words: &[&str]) -> Command {
+    let mut command = Command::new(server::vmstrata());
+    command.args(words).env("VMSTRATA_CONTROL", counting.guest.server().control());
+    command
+}
+
+/// Takes a snapshot; returns what is said of it.
+fn take(counting: &Counting, name: &str) -> Value {
+    let taken = must(counting.snapshot(name).arg("--json"));
+    eprintln!("{}{}", String::from_utf8_lossy(&taken.stdout), String::from_utf8_lossy(&taken.stderr));
+    let taken: Value = serde_json::from_slice(&taken.stdout).unwrap();
+    assert!(taken["pause-ms"].as_f64() < Some(PAUSE_MS_MAX), "{taken}");
+    taken
+}
+
+/// The state of the snapshot `name`, as it is listed.
+fn state(counting: &Counting, name: &str) -> String {
+    let mut command = tool(counting, &["vm", "list", "web", "--json"]);
+    ["a", "b"].iter().for_each(|part| _ = command.arg("--vault").arg(counting.dir.path().join(part)));
+    let listed: Value = serde_json::from_slice(&must(&mut command).stdout).unwrap();
+    let row = listed["snapshots"].as_array().unwrap().iter().find(|row| row["name"] == name).unwrap();
+    row["state"].as_str().unwrap().to_owned()
+}
+
+fn wait_complete(counting: &Counting, name: &str) {
+    let start = Instant::now();
+    while state(counting, name) != "complete" {
+        assert!(start.elapsed() < STEPS_MAX, "{name}: {}", counting.guest.server().log());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Starts the guest from the snapshot `name`, which was taken at `at`.
+fn restore(counting: &mut Counting, name: &str, at: u32, flags: &[&str]) {
+    counting.restore(name, flags);
+    counting.guest.vm.wait_for("guest: count ", STEPS_MAX).unwrap();
+    let first = last_count(&counting.guest.vm);
+    assert!(first >= at && first <= at + 2, "taken at {at}, went on at {first}");
+    counting.counts_on();
+    eprintln!("{flags:?}: {}", counting.guest.vm.console());
+}
+
+#[test]
+fn guest_on_a_tiered_disk_is_taken_at_once_and_restored_from_what_is_published_later() {
+    let mut counting = Counting::start_tiered();
+    let repository = counting.dir.path().join("nas/web.qcow2.tier");
+    must(&mut tool(&counting, &["tier", "sync", "disk"]));
+    // The NAS is away. What the guest needs of its disk it has read.
+    let away = repository.with_file_name("away");
+    fs::rename(&repository, &away).unwrap();
+    let taken = take(&counting, "mon");
+    let mon = last_count(&counting.guest.vm);
+    assert_eq!((&taken["state"], state(&counting, "mon").as_str()), (&"incomplete".into(), "incomplete"));
+    counting.counts_on();
+    fs::rename(&away, &repository).unwrap();
+    wait_complete(&counting, "mon");
+
+    // The server is killed before it has published.
+    must(&mut tool(&counting, &["tier", "hold", "disk", "--for", "10m"]));
+    take(&counting, "tue");
+    let tue = last_count(&counting.guest.vm);
+    counting.counts_on();
+    assert_eq!(state(&counting, "tue"), "incomplete");
+    counting.guest.kill_server().unwrap();
+    wait_complete(&counting, "tue");
+    counting.counts_on();
+
+    let taken = take(&counting, "wed");
+    let wed = last_count(&counting.guest.vm);
+    assert!(taken["refilled-pages"].as_u64() > Some(0), "{taken}");
+    wait_complete(&counting, "wed");
+    restore(&mut counting, "wed", wed, &[]);
+    assert!(counting.guest.vm.console().contains("pages of cache from its disks"), "refilled");
+    restore(&mut counting, "mon", mon, &["--lazy", "--cache-time", "0"]);
+
+    // Another host, which sees the NAS.
+    counting.guest.end().unwrap();
+    let (other, disk): (PathBuf, _) = (counting.dir.path().join("other"), counting.guest.disk().to_owned());
+    let mut takeover = tool(&counting, &["tier", "takeover"]);
+    takeover.arg(&disk).arg("--tier").arg(&other).arg("--yes");
+    let keys = Counting::tier_keys(&other);
+    counting.guest.serve_again(Some(keys), || xtask::guest::must(&mut takeover).map(drop)).unwrap();
+    restore(&mut counting, "tue", tue, &[]);
+
+    counting.guest.end().unwrap();
+    let pins = || String::from_utf8(must(tool(&counting, &["tier", "pins"]).arg(&disk)).stdout).unwrap();
+    assert!(["mon", "tue", "wed"].iter().all(|name| pins().contains(&format!("snapshot {name}"))));
+    must(&mut counting.vm_delete(&["web@mon", "web@tue", "web@wed", "--disks"]));
+    assert!(!pins().contains("snapshot"), "{}", pins());
+}
