@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 
 use super::{Attach, Guest, Hardware, Task, Vm};
-use crate::bench::server::{self, Disk, Kind, Server};
+use crate::bench::server::{self, Disk, Server};
 
 /// Between two looks at whether a guest is served.
 const LOOK: Duration = Duration::from_millis(20);
