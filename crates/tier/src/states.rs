@@ -12,14 +12,14 @@ use vmstrata_repo::Repository;
 use vmstrata_types::time::rfc3339;
 
 use crate::cache::Cache;
-use crate::cached_files::{CachedFiles, ReadThrough};
+use crate::cached_files::{CachedFiles, LayerDirectory};
 use crate::error::{Error, Result};
-use crate::head::Epoch;
+use crate::head::{DiskState, Epoch};
 use crate::look::Heads;
 use crate::pending::PendingSnapshot;
 use crate::pin::{Pin, Purpose};
 use crate::place::Place;
-use crate::remote::OnMissing;
+use crate::remote::{OnMissing, Remote};
 
 /// The snapshots of a disk, oldest first.
 ///
@@ -114,31 +114,29 @@ pub fn age_of(text: &str) -> Option<Duration> {
     Some(Duration::from_secs(count.checked_mul(seconds).filter(|seconds| *seconds < 1 << 32)?))
 }
 
-/// Opens a state for reading that a pin keeps, of the tiered disk at `path`. Its layers come by way of what another process keeps of them in
+/// Opens a state of the tiered disk at `path` for reading, which a pin keeps. Its layers come by way of what another process keeps of them in
 /// the directory `cache`, if one is named; `files` opens the files of all disks of `resources`.
 ///
 /// # Errors
 /// A layer that cannot be read; whatever the host reports.
 pub fn open_state(
     path: &Path,
-    epoch: &Epoch,
-    reading: (Option<&Path>, &Arc<CachedFiles>),
+    state: &DiskState,
+    (cache, files): (Option<&Path>, &Arc<CachedFiles>),
     open: &OpenOptions,
     resources: &Arc<Resources>,
 ) -> Result<Arc<Disk>> {
     let place = Place::of(path, Path::new("/"))?;
-    let place = match reading {
-        (Some(cache), files) => {
-            let cache = Cache::beside(cache)?;
-            place.read_through(ReadThrough::new(Arc::clone(files), cache, OnMissing::Wait))
-        }
-        (None, _) => place,
-    };
-    place.show(epoch)?;
     let mut open = OpenOptions { read_only: true, format: Some(Format::Qcow2), ..open.clone() };
     open.allow_backing.push(place.repository.clone());
-    open.opener = place.opener();
-    Ok(Disk::open(&place.layer(place.state(epoch).newest()), &open, resources)?)
+    if let (Some(cache), Some(repository)) = (cache, place.open_repository()?) {
+        let remote = Remote::new(&Cache::beside(cache)?, repository, OnMissing::Wait);
+        // Where this chain may have no indices: it is read for a while, and another process writes there.
+        let dir = LayerDirectory { path: &place.repository, indices: cache };
+        files.add(dir, &remote, &state.objects)?;
+        open.opener = files.clone();
+    }
+    Ok(Disk::open(&place.layer(state.newest()), &open, resources)?)
 }
 
 /// Takes a snapshot's name away: its state may then be deleted.

@@ -20,6 +20,7 @@ use crate::args::{BackingArgs, ControlArgs};
 use crate::client::Client;
 use crate::commands::states::explain;
 use crate::commands::taken::{Taken, find_taken};
+use crate::commands::tiered::state_of;
 
 /// Runs of a disk looked up at a time.
 const EXTENTS: usize = 1024;
@@ -72,8 +73,8 @@ impl States {
         };
         let (path, name) = (path_from_text(&state.disk), state.snapshot.clone());
         let (_, pin) = find_taken(&path, Taken { name, taken_ns })?;
-        let reading = (cache.as_deref(), &self.files);
-        Ok(open_state(&path, &pin.epoch, reading, &self.options, &self.resources)?)
+        let (kept, reading) = (state_of(&path, &pin.epoch)?, (cache.as_deref(), &self.files));
+        Ok(open_state(&path, kept, reading, &self.options, &self.resources)?)
     }
 }
 
