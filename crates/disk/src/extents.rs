@@ -96,21 +96,16 @@ impl Layers {
     fn extent_of(&self, range: GuestRange, run: Run) -> Result<Extent> {
         let (kind, layer, host) = match run.source {
             Source::Hole => (ExtentKind::Hole, None, None),
-            Source::Zero(layer) => (ExtentKind::Zero, Some(self.place_of(layer)), None),
-            Source::Compressed(layer) => (ExtentKind::Compressed, Some(self.place_of(layer)), None),
+            Source::Zero(layer) => (ExtentKind::Zero, Some(layer), None),
+            Source::Compressed(layer) => (ExtentKind::Compressed, Some(layer), None),
             Source::Data(layer, host) if self.layer(layer).format() == Format::Raw => {
                 return self.raw_extent(range, layer, host);
             }
-            Source::Data(layer, host) => (ExtentKind::Data, Some(self.place_of(layer)), Some(host)),
+            Source::Data(layer, host) => (ExtentKind::Data, Some(layer), Some(host)),
             // Reading it will say what is wrong.
-            Source::Damaged(layer) => (ExtentKind::Data, Some(self.place_of(layer)), None),
+            Source::Damaged(layer) => (ExtentKind::Data, Some(layer), None),
         };
         Ok(Extent { range, kind, layer, host })
-    }
-
-    /// Where a layer is in the chain: the active one keeps its number when layers below it are dropped.
-    fn place_of(&self, layer: LayerIndex) -> LayerIndex {
-        if self.is_frozen(layer) { layer } else { self.top_index() }
     }
 
     /// Holes in a raw file are zeros of its layer.

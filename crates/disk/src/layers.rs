@@ -310,11 +310,12 @@ impl Layers {
         let bits = active.tables.geometry.cluster_bits;
         let within = at.within(bits);
         let len = len.min(bits.size() - within);
+        let own = self.top_index();
         let source = match active.tables.entries.l2(raw) {
-            Ok(L2Entry::Data { host, .. }) => Source::Data(active.index, host + within),
+            Ok(L2Entry::Data { host, .. }) => Source::Data(own, host + within),
             Ok(L2Entry::Unallocated) => return self.below(at, len),
-            Ok(L2Entry::Zero { .. }) => Source::Zero(active.index),
-            Ok(L2Entry::Compressed { .. }) => Source::Compressed(active.index),
+            Ok(L2Entry::Zero { .. }) => Source::Zero(own),
+            Ok(L2Entry::Compressed { .. }) => Source::Compressed(own),
             Ok(L2Entry::Subclusters { host, states, .. }) => {
                 let unit = active.tables.geometry.unit();
                 let first = within >> unit.get();
@@ -322,15 +323,15 @@ impl Layers {
                 let len = len.min(((first + u64::from(count)) << unit.get()) - within);
                 match (state, host) {
                     (SubclusterState::Allocated, Some(host)) => {
-                        return Some(Run { source: Source::Data(active.index, host + within), len });
+                        return Some(Run { source: Source::Data(own, host + within), len });
                     }
                     (SubclusterState::Zero, _) => {
-                        return Some(Run { source: Source::Zero(active.index), len });
+                        return Some(Run { source: Source::Zero(own), len });
                     }
                     _ => return self.below(at, len),
                 }
             }
-            Err(_) => Source::Damaged(active.index),
+            Err(_) => Source::Damaged(own),
         };
         Some(Run { source, len })
     }
@@ -380,7 +381,8 @@ impl Layers {
     #[inline]
     pub(crate) fn layer(&self, index: LayerIndex) -> LayerRef<'_> {
         match &self.top {
-            Top::Qcow2(active) if index == active.index => LayerRef::Active(active),
+            // Not by the number that it was opened with: layers below it come and go.
+            Top::Qcow2(active) if index == self.top_index() => LayerRef::Active(active),
             Top::Raw(raw) => LayerRef::Raw(raw),
             _ => LayerRef::Frozen(
                 self.frozen.as_ref().expect("only the active layer is not frozen").layer(index),

@@ -211,9 +211,9 @@ impl Layers {
         let first = raw(active.cluster_of(at));
         if let L2Entry::Compressed { .. } = active.decode(active.cluster_of(at), first)? {
             return self
-                .read_compressed_cluster(active.index, first, at, into)
+                .read_compressed_cluster(self.top_index(), first, at, into)
                 .map(drop)
-                .map_err(|error| error.in_layer(active.index).in_file(&active.path));
+                .map_err(|error| error.in_layer(self.top_index()).in_file(&active.path));
         }
         self.read_runs(at, into, |at, len| {
             let run = self.find_old(active, &raw, at, len, Wait::May)?;

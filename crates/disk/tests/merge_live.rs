@@ -511,12 +511,19 @@ fn a_disk_in_use_moves_to_chains_that_read_the_same() {
             history.snapshot();
         }
         let other = |layer: usize| dir.path().join(format!("below-{layer}.qcow2"));
-        for (layer, cluster) in [(3, "128k"), (4, "64k")] {
+        for (layer, cluster, longer) in [(3, "128k", 0), (4, "64k", 3)] {
             let (lowest, model) = history.states[layer].clone();
-            let below = other(layer);
+            let mut below = other(layer);
             let from = path_str(&history.states[layer - 1].0).to_owned();
             let options = format!("cluster_size={cluster}");
             qemu_img(&["convert", "-q", "-O", "qcow2", "-o", &options, &from, path_str(&below)]);
+            // With more layers than lay below, the layers above have other numbers.
+            for number in 0..longer {
+                let over = dir.path().join(format!("over-{number}.qcow2"));
+                let backing = path_str(&below).to_owned();
+                qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", &backing, path_str(&over)]);
+                below = over;
+            }
             (0..4).for_each(|_| history.change(&mut random));
             history.disk.rebase(&lowest, &below).unwrap();
             (0..4).for_each(|_| history.change(&mut random));

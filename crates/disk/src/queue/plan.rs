@@ -70,7 +70,7 @@ impl Layers {
                 Top::Qcow2(active) => {
                     let in_place = self.lookup_in_place(active, here, len - done);
                     let (at, found) = counters.looked_up(in_place)?;
-                    (active.index, &active.file, at, found)
+                    (self.top_index(), &active.file, at, found)
                 }
                 Top::Raw(raw) if raw.guards(here) => return None,
                 Top::Raw(raw) => (LayerIndex::BASE, &raw.file, HostOffset::new(here.get()), len - done),
