@@ -20,7 +20,7 @@ mod link;
 mod object;
 
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ use crate::name::{NameRule, ObjectName};
 use crate::repository::{
     Capabilities, DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept,
 };
-use hold::{HoldDir, Kind, UNFINISHED, lost};
+use hold::{HoldDir, Kind, UNFINISHED, lost, sweep};
 use link::Link;
 use object::{NewFile, OpenFile, Patience, State};
 
@@ -50,6 +50,8 @@ pub(crate) struct HdfsRepository {
     /// One for all who write and read through this repository.
     shared: Mutex<Weak<HoldDir>>,
     alone: Mutex<Weak<HoldDir>>,
+    /// Of who writes and does not hold it.
+    own: Mutex<Option<Arc<HoldDir>>>,
     /// Objects begun.
     count: AtomicUsize,
     /// What went with expired holds.
@@ -62,13 +64,19 @@ struct Common {
     address: HdfsAddress,
     link: Arc<Link>,
     patience: Patience,
-    /// Set when a name may appear late.
-    may_appear: AtomicBool,
+    /// Unfinished objects that HDFS was asked to name, and that may be named late as long as they are there.
+    unanswered: Mutex<Vec<String>>,
 }
 
 impl Common {
-    fn forbid_withdrawing(&self) {
-        self.may_appear.store(true, Ordering::Release);
+    /// Removes the unfinished objects that may be named late: no name appears any more when this returns.
+    fn settle(&self) -> io::Result<()> {
+        let mut unanswered = self.unanswered.lock();
+        while let Some(path) = unanswered.last() {
+            self.link.ask(self.link.client.delete(path, false))?;
+            unanswered.pop();
+        }
+        Ok(())
     }
 }
 
@@ -91,10 +99,10 @@ impl HdfsRepository {
         if !link.ask(link.client.get_file_info(dir_or_root(&address)))?.isdir {
             return Err(io::ErrorKind::NotADirectory.into());
         }
-        let common =
-            Common { address, link, patience: Patience::default(), may_appear: AtomicBool::new(false) };
-        let (shared, alone, count, swept) = Default::default();
-        Ok(Self { common: Arc::new(common), names, shared, alone, count, swept })
+        let (patience, unanswered) = Default::default();
+        let common = Arc::new(Common { address, link, patience, unanswered });
+        let (shared, alone, own, count, swept) = Default::default();
+        Ok(Self { common, names, shared, alone, own, count, swept })
     }
 
     fn path(&self, name: &ObjectName) -> String {
@@ -126,6 +134,17 @@ impl HdfsRepository {
             }
             std::thread::sleep(POLL);
         }
+    }
+
+    /// That in which an object is written: the caller's, or one with others, until this repository is dropped.
+    fn writing_hold(&self) -> io::Result<Arc<HoldDir>> {
+        if let Some(hold) = self.shared.lock().upgrade().or_else(|| self.alone.lock().upgrade()) {
+            return Ok(hold);
+        }
+        let mut own = self.own.lock();
+        let hold = self.hold_shared()?;
+        *own = Some(Arc::clone(&hold));
+        Ok(hold)
     }
 
     fn hold_alone(&self) -> io::Result<Option<Held>> {
@@ -175,10 +194,7 @@ impl HdfsRepository {
     fn begin(&self, name: &ObjectName, copies: u8, replaces: bool) -> io::Result<NewFile> {
         name.check(self.names)?;
         self.capabilities().check_copies(copies)?;
-        let hold = self.shared.lock().upgrade().or_else(|| self.alone.lock().upgrade());
-        let Some(hold) = hold else {
-            return Err(io::Error::other("it is written without being held"));
-        };
+        let hold = self.writing_hold()?;
         let count = self.count.fetch_add(1, Ordering::Relaxed);
         let unfinished = format!("{}/{name}.{count}{UNFINISHED}", hold.path());
         let options = WriteOptions::default()
@@ -188,7 +204,11 @@ impl HdfsRepository {
             .create_parent(false);
         let writer = self.link().ask(self.link().client.create(&unfinished, options));
         let writer = writer.map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => lost(),
+            io::ErrorKind::NotFound => {
+                // Who took it himself takes another.
+                self.own.lock().take_if(|own| Arc::ptr_eq(own, &hold));
+                lost()
+            }
             _ => error,
         })?;
         Ok(NewFile {
@@ -216,11 +236,7 @@ impl HdfsRepository {
                 other => other,
             };
         }
-        if self.common.may_appear.load(Ordering::Acquire) {
-            return Err(io::Error::other(
-                "a name may still appear that HDFS was asked for without an answer",
-            ));
-        }
+        self.common.settle()?;
         link.ask(link.client.delete(&path, false)).map(drop)
     }
 
@@ -293,9 +309,12 @@ impl Repository for HdfsRepository {
         self.remove(name).map_err(self.failed_at("deleting", name))
     }
 
+    /// Of others whose holds have expired. Those of this one, and of who holds it alone, went when it was held.
     fn sweep(&self) -> Result<Swept> {
-        // They went when the repository was held.
-        Ok(std::mem::take(&mut *self.swept.lock()))
+        let mut swept = std::mem::take(&mut *self.swept.lock());
+        let expired = sweep(&self.common.link, &self.common.address.dir);
+        swept += expired.map_err(self.failed("sweeping"))?;
+        Ok(swept)
     }
 
     fn hold(&self, how: Hold) -> Result<Option<Held>> {

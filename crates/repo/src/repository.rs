@@ -77,7 +77,7 @@ pub struct Capabilities {
     pub ranged_reads: bool,
     /// [`Repository::free_bytes`].
     pub free_space: bool,
-    /// [`Repository::hold`]; objects are then written only while the repository is held.
+    /// [`Repository::hold`]; who writes an object and does not hold the repository may hold it with others from then on, until it is dropped.
     pub holds: bool,
 }
 

@@ -12,8 +12,8 @@
 //! they get their names, and objects are deleted by being moved there. Without the directory both fail, however late they
 //! come.
 
-use std::io;
 use std::sync::Arc;
+use std::{fmt, io};
 
 use hdfs_native::WriteOptions;
 use hdfs_native::file::FileWriter;
@@ -55,6 +55,12 @@ pub(super) struct HoldDir {
     path: String,
     /// Open, and renewed by the client's threads.
     _alive: Mutex<FileWriter>,
+}
+
+impl fmt::Debug for HoldDir {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HoldDir").field("path", &self.path).finish_non_exhaustive()
+    }
 }
 
 /// A hold, or that another is in its way; and the unfinished objects that were removed with expired ones.
@@ -127,6 +133,21 @@ fn is_alive(link: &Link, hold: &str) -> io::Result<bool> {
             _ => Err(error),
         },
     }
+}
+
+/// Removes the holds that have expired, of which there need be none, with what their processes did not finish.
+pub(super) fn sweep(link: &Link, repository: &str) -> io::Result<Swept> {
+    let holds = match link.ask(link.client.list_status(&format!("{repository}/{HOLDS}"), false)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Swept::default()),
+        holds => holds?,
+    };
+    let mut swept = Swept::default();
+    for hold in holds {
+        if !is_alive(link, &hold.path)? {
+            swept += remove(link, &hold.path)?;
+        }
+    }
+    Ok(swept)
 }
 
 /// Removes an expired hold with all that is in it, and counts the unfinished objects.

@@ -118,7 +118,7 @@ impl Drop for NewFile {
         let gone = link.tidy(link.client.delete(&self.unfinished, false));
         // A rename on its way finds nothing to rename from here on; where that is not sure, the name may still appear.
         if gone.is_err() && self.state == State::Publishing {
-            self.repository.forbid_withdrawing();
+            self.repository.unanswered.lock().push(std::mem::take(&mut self.unfinished));
         }
     }
 }
