@@ -11,11 +11,8 @@
 //! | [`place`](Place), `mount` | where the parts of a tiered disk lie, and on what |
 //! | `attach`, [`detach`](Detach) | an ordinary image as the first layer, and the way back; the disk's path |
 //! | [`branch`](Branch) | copies that were put aside |
-//! | [`tiered`](Tiered) | when a disk is cut and published, and what is not |
 //! | [`window`](WindowStatus), `pacer`, `flushes` | how old the oldest write is that is not published, and what guests notice of it |
 //! | [`wire`](Wire), `meter`, `metered` | what the disks of a host share on the way to repositories, and what is seen of these |
-//! | [`place`](Place) | where the parts of a tiered disk lie |
-//! | `attach` | an ordinary image as the first layer, and the disk's path |
 //! | [`dense`](ship_state) | a state of a disk as a qcow2 file that holds no more than it must |
 //! | [`head`](Head) | what a head says, and its bytes |
 //! | [`publisher`](Publisher) | who publishes, and that nobody else does |
