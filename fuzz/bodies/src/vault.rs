@@ -46,6 +46,7 @@ impl Repository for Shelf {
             conditional_create: false,
             rename: false,
             read_back: true,
+            early_read_back: false,
             max_copies: 1,
             ranged_reads: true,
             free_space: false,
