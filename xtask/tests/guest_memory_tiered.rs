@@ -4,8 +4,9 @@
 mod counting;
 
 use std::fs;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use counting::{Counting, STEPS_MAX, last_count, must};
@@ -21,13 +22,28 @@ fn tool(counting: &Counting, words: &[&str]) -> Command {
     command
 }
 
-/// Takes a snapshot; returns what is said of it.
-fn take(counting: &Counting, name: &str) -> Value {
+/// What the guest has counted to.
+fn count(counting: &mut Counting) -> u32 {
+    assert!(!counting.guest.vm.saw("no such line", Duration::ZERO).unwrap());
+    last_count(&counting.guest.vm)
+}
+
+/// A snapshot that was taken.
+struct Taken {
+    name: &'static str,
+    /// What the guest counted to before and afterwards.
+    counts: RangeInclusive<u32>,
+    said: Value,
+}
+
+/// Takes a snapshot.
+fn take(counting: &mut Counting, name: &'static str) -> Taken {
+    let before = count(counting);
     let taken = must(counting.snapshot(name).arg("--json"));
     eprintln!("{}{}", String::from_utf8_lossy(&taken.stdout), String::from_utf8_lossy(&taken.stderr));
-    let taken: Value = serde_json::from_slice(&taken.stdout).unwrap();
-    assert!(taken["pause-ms"].as_f64() < Some(PAUSE_MS_MAX), "{taken}");
-    taken
+    let said: Value = serde_json::from_slice(&taken.stdout).unwrap();
+    assert!(said["pause-ms"].as_f64() < Some(PAUSE_MS_MAX), "{said}");
+    Taken { name, counts: before..=count(counting), said }
 }
 
 /// The state of the snapshot `name`, as it is listed.
@@ -47,12 +63,13 @@ fn wait_complete(counting: &Counting, name: &str) {
     }
 }
 
-/// Starts the guest from the snapshot `name`, which was taken at `at`.
-fn restore(counting: &mut Counting, name: &str, at: u32, flags: &[&str]) {
-    counting.restore(name, flags);
+/// Starts the guest from a snapshot.
+fn restore(counting: &mut Counting, taken: &Taken, flags: &[&str]) {
+    counting.restore(taken.name, flags);
     counting.guest.vm.wait_for("guest: count ", STEPS_MAX).unwrap();
     let first = last_count(&counting.guest.vm);
-    assert!(first >= at && first <= at + 2, "taken at {at}, went on at {first}");
+    let (before, after) = taken.counts.clone().into_inner();
+    assert!((before..=after + 1).contains(&first), "taken at {:?}, went on at {first}", taken.counts);
     counting.counts_on();
     eprintln!("{flags:?}: {}", counting.guest.vm.console());
 }
@@ -65,30 +82,27 @@ fn guest_on_a_tiered_disk_is_taken_at_once_and_restored_from_what_is_published_l
     // The NAS is away. What the guest needs of its disk it has read.
     let away = repository.with_file_name("away");
     fs::rename(&repository, &away).unwrap();
-    let taken = take(&counting, "mon");
-    let mon = last_count(&counting.guest.vm);
-    assert_eq!((&taken["state"], state(&counting, "mon").as_str()), (&"incomplete".into(), "incomplete"));
+    let mon = take(&mut counting, "mon");
+    assert_eq!((&mon.said["state"], state(&counting, "mon").as_str()), (&"incomplete".into(), "incomplete"));
     counting.counts_on();
     fs::rename(&away, &repository).unwrap();
     wait_complete(&counting, "mon");
 
     // The server is killed before it has published.
     must(&mut tool(&counting, &["tier", "hold", "disk", "--for", "10m"]));
-    take(&counting, "tue");
-    let tue = last_count(&counting.guest.vm);
+    let tue = take(&mut counting, "tue");
     counting.counts_on();
     assert_eq!(state(&counting, "tue"), "incomplete");
     counting.guest.kill_server().unwrap();
     wait_complete(&counting, "tue");
     counting.counts_on();
 
-    let taken = take(&counting, "wed");
-    let wed = last_count(&counting.guest.vm);
-    assert!(taken["refilled-pages"].as_u64() > Some(0), "{taken}");
+    let wed = take(&mut counting, "wed");
+    assert!(wed.said["refilled-pages"].as_u64() > Some(0), "{}", wed.said);
     wait_complete(&counting, "wed");
-    restore(&mut counting, "wed", wed, &[]);
+    restore(&mut counting, &wed, &[]);
     assert!(counting.guest.vm.console().contains("pages of cache from its disks"), "refilled");
-    restore(&mut counting, "mon", mon, &["--lazy", "--cache-time", "0"]);
+    restore(&mut counting, &mon, &["--lazy", "--cache-time", "0"]);
 
     // Another host, which sees the NAS.
     counting.guest.end().unwrap();
@@ -97,11 +111,40 @@ fn guest_on_a_tiered_disk_is_taken_at_once_and_restored_from_what_is_published_l
     takeover.arg(&disk).arg("--tier").arg(&other).arg("--yes");
     let keys = Counting::tier_keys(&other);
     counting.guest.serve_again(Some(keys), || xtask::guest::must(&mut takeover).map(drop)).unwrap();
-    restore(&mut counting, "tue", tue, &[]);
+    restore(&mut counting, &tue, &[]);
 
     counting.guest.end().unwrap();
     let pins = || String::from_utf8(must(tool(&counting, &["tier", "pins"]).arg(&disk)).stdout).unwrap();
     assert!(["mon", "tue", "wed"].iter().all(|name| pins().contains(&format!("snapshot {name}"))));
     must(&mut counting.vm_delete(&["web@mon", "web@tue", "web@wed", "--disks"]));
     assert!(!pins().contains("snapshot"), "{}", pins());
+}
+
+/// Names of snapshots that wait to be published.
+fn pending(counting: &Counting) -> String {
+    let status = must(&mut tool(counting, &["tier", "status", "disk", "--json"]));
+    let status: Value = serde_json::from_slice(&status.stdout).unwrap();
+    status["pending_snapshots"].to_string()
+}
+
+#[test]
+fn guest_on_a_tiered_disk_runs_on_and_no_pin_is_left_when_vmstrata_is_killed() {
+    let mut counting = Counting::start_tiered();
+    for after_ms in [50, 100, 150, 250, 400, 700] {
+        let (name, before) = (format!("killed-{after_ms}"), counting.listed());
+        let mut snapshot = counting.snapshot(&name);
+        let mut child = snapshot.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(after_ms));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        counting.counts_on();
+        let (start, quoted) = (Instant::now(), format!("\"{name}\""));
+        // A snapshot that waits is not listed yet: it must be looked for first.
+        while pending(&counting).contains(&quoted) {
+            assert!(start.elapsed() < STEPS_MAX, "{}", pending(&counting));
+        }
+        counting.wait_whole(&name, before);
+    }
+    take(&mut counting, "whole");
+    wait_complete(&counting, "whole");
 }
