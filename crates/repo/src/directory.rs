@@ -242,11 +242,18 @@ impl DirectoryRepository {
             if !name.to_str().is_ok_and(|name| self.is_unfinished(name)) {
                 continue;
             }
-            let about = statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
+            let about = match statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+                // Its writer has removed it since its name was read.
+                Err(Errno::NOENT) => continue,
+                about => about?,
+            };
             // No writer has made anything else.
             if FileType::from_raw_mode(about.st_mode).is_file() {
-                unlinkat(&dir, name, AtFlags::empty())?;
-                swept += Swept { objects: 1, bytes: allocated(&about) };
+                match unlinkat(&dir, name, AtFlags::empty()) {
+                    Ok(()) => swept += Swept { objects: 1, bytes: allocated(&about) },
+                    Err(Errno::NOENT) => {}
+                    Err(error) => return Err(error.into()),
+                }
             }
         }
         Ok(swept)
@@ -428,6 +435,11 @@ impl NewFile {
             Ok(()) => Ok(()),
             // NFS says so, too, to the one that did, if it asks again because the answer was lost.
             Err(Errno::EXIST) if self.has_name()? => Ok(()),
+            // The name may be as new as that of its writer, who was not told.
+            Err(Errno::EXIST) => {
+                fsync(&self.dir)?;
+                Err(Errno::EXIST.into())
+            }
             Err(error @ (Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS)) => Err(io::Error::new(
                 io::ErrorKind::Unsupported,
                 format!("its file system has no hard links, which decide who creates an object: {error}"),
@@ -606,6 +618,24 @@ mod tests {
         fs::write(dir.path().join(".other.new"), "").unwrap();
         assert_eq!(repository.sweep().unwrap().objects, 1);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_sweep_passes_over_what_its_writer_removes_meanwhile() {
+        let dir = private_directory();
+        let repository = open(&dir);
+        let sweeps = std::sync::atomic::AtomicBool::new(true);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while sweeps.load(Ordering::Relaxed) {
+                    let _unfinished: Vec<_> =
+                        (0..8).map(|_| repository.replace(&name(), 1).unwrap()).collect();
+                }
+            });
+            let swept: Result<Vec<_>> = (0..2000).map(|_| repository.sweep()).collect();
+            sweeps.store(false, Ordering::Relaxed);
+            swept.unwrap();
+        });
     }
 
     #[test]

@@ -218,7 +218,8 @@ pub trait NewObject: Send {
     /// Brings all bytes to stable storage, unless that was done, and gives the object its name, durably.
     ///
     /// # Errors
-    /// `AlreadyExists` when it was to be new and is not; else when it may or may not have its name.
+    /// `AlreadyExists` when it was to be new and is not: the one that is there is on stable storage then; else when it may or may not have its
+    /// name.
     fn finish(self: Box<Self>) -> Result<()>;
 }
 
