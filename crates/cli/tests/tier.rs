@@ -175,6 +175,26 @@ fn a_killed_hosts_disk_is_taken_over_and_that_host_is_fenced() {
 }
 
 #[test]
+fn a_take_over_names_what_the_nas_has_lost() {
+    let nas = Nas::new();
+    let first = nas.serve("a");
+    nas.write(&first, "write -P 1 0 1M");
+    first.ask_ok(["tier", "sync", "web"]);
+    assert!(first.stop().success());
+    let repository = std::fs::read_dir(format!("{}.tier", nas.path)).unwrap();
+    let files = repository.map(|file| file.unwrap().path());
+    let newest = files.filter(|file| file.to_str().unwrap().contains("/head-")).max().unwrap();
+    std::fs::write(&newest, "").unwrap();
+    let name = newest.file_name().unwrap().to_str().unwrap();
+    let refused = run_err(1, ["tier", "status", &nas.path]);
+    assert!(refused.contains(name) && refused.contains("vmstrata tier takeover"), "{refused}");
+    let told = run_err(1, nas.takeover("b", &[]));
+    assert!(told.contains(&format!("the NAS has lost {name}")) && told.contains("epoch 1, "), "{told}");
+    assert!(run_ok(nas.takeover("b", &["--yes"])).contains("epoch 1, "));
+    assert!(nas.serve("b").stop().success());
+}
+
+#[test]
 fn a_running_host_that_was_taken_over_says_so_and_refuses_writes() {
     let nas = Nas::new();
     let first = nas.serve("a");

@@ -33,6 +33,12 @@ pub enum Planted {
     UnseenPin,
     /// A merge ends without the layers that were published meanwhile.
     Unmerged,
+    /// A head counts that was seen, before it is known to be on stable storage.
+    SeenHead,
+    /// An object is taken for lost because a listing of any age lacks it.
+    StaleLoss,
+    /// Of a repository that has lost a head, the one before is taken for whole.
+    BlindFallback,
 }
 
 impl Planted {
@@ -40,7 +46,7 @@ impl Planted {
     pub const DISK: [Self; 5] =
         [Self::MissingFlush, Self::SwappedFlush, Self::LostLock, Self::StalePage, Self::DoubledWrite];
     /// Those of hosts that publish in a repository.
-    pub const TIER: [Self; 10] = [
+    pub const TIER: [Self; 13] = [
         Self::Unfenced,
         Self::BlindClaim,
         Self::Unverified,
@@ -51,6 +57,9 @@ impl Planted {
         Self::UnreadPins,
         Self::UnseenPin,
         Self::Unmerged,
+        Self::SeenHead,
+        Self::StaleLoss,
+        Self::BlindFallback,
     ];
 
     /// Whether this one is there.

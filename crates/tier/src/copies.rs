@@ -15,6 +15,7 @@ use crate::place::{Copy, Place};
 use crate::publisher::{Claim, Publisher};
 use crate::stand;
 use crate::states::find_state;
+use crate::whole::newest_whole;
 
 /// An epoch on this host.
 #[derive(Clone, Debug)]
@@ -80,7 +81,8 @@ pub(crate) fn claim(
 }
 
 /// Takes a disk over, of which another host has published the newest epoch. Whoever asks has made sure that this host is off, and
-/// what it did not publish is lost. Returns the head that begins the new generation, and where an earlier copy on this host was put.
+/// what it did not publish is lost. Where the NAS has lost the newest epochs, the disk goes back to the newest that is whole, with a
+/// warning; this host's own copy then publishes again what it has. Returns the head that begins the new generation, and where an earlier copy on this host was put.
 ///
 /// # Errors
 /// A disk of which nothing is published, or that this host's copy publishes; whatever host and repository report.
@@ -91,7 +93,8 @@ pub fn take_over(
 ) -> Result<(Head, Option<PathBuf>)> {
     let no_head = || Error::NoHead { repository: place.repository.display().to_string() };
     let repository = place.open_repository()?.ok_or_else(no_head)?;
-    let newest = crate::look::newest(&*repository)?.ok_or_else(no_head)?;
+    let whole = newest_whole(&*repository)?.ok_or_else(no_head)?;
+    let newest = &whole.head;
     let (mut copy, mut aside) = (Copy::hold(place)?, None);
     place.show(&newest.epoch)?;
     // One without a base was never written.
@@ -99,14 +102,19 @@ pub fn take_over(
         let is_whole =
             || Ok::<_, Error>(place.disk().exists() && holds(place, open, base, newest.epoch.number)?);
         if owner == newest.owner && is_whole()? {
-            return Err(Error::OwnCopy { copy: place.local.clone() });
+            if whole.lost.is_empty() {
+                return Err(Error::OwnCopy { copy: place.local.clone() });
+            }
+            // The copy has what the lost heads published, if that was this host, and publishes it again.
+            let publisher = Publisher::take_over(repository, owner, &whole)?;
+            return Ok((publisher.head().clone(), None));
         }
         let (path, new) = copy.set_aside()?;
         (copy, aside) = (new, Some(path));
     }
     let owner = OwnerId::draw();
     copy.note(owner, None)?;
-    let mut publisher = Publisher::claim(repository, owner, Claim::TakeOver)?;
+    let mut publisher = Publisher::take_over(repository, owner, &whole)?;
     make_copy(&mut copy, place, &mut publisher, open, resources)?;
     Ok((publisher.head().clone(), aside))
 }
@@ -180,7 +188,7 @@ pub(crate) fn cuts(disk: &Path, open: &OpenOptions) -> Result<Vec<Cut>> {
     Ok(cuts)
 }
 
-/// Whether the copy has the state of this epoch: because it was made on it, or as a layer.
+/// Whether the copy has the state of this epoch: because it was made on it, or as a layer, or below one of its own.
 pub(crate) fn holds(
     place: &Place,
     open: &OpenOptions,
@@ -188,5 +196,5 @@ pub(crate) fn holds(
     epoch: EpochNumber,
 ) -> Result<bool> {
     let layers = || cuts(&place.disk(), &open_options(place, open));
-    Ok(base == epoch || layers()?.iter().any(|cut| cut.number == epoch))
+    Ok(base == epoch || base < epoch && layers()?.iter().any(|cut| cut.number >= epoch))
 }

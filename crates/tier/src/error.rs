@@ -72,6 +72,30 @@ pub enum Error {
         /// What is wrong with it.
         why: String,
     },
+    /// A newest head that is not what a process wrote.
+    #[error(
+        "{repository}: {name}, the newest head, is damaged: {why}; where the NAS has lost what it acknowledged, `vmstrata tier takeover` goes back to the newest epoch that is whole"
+    )]
+    DamagedNewest {
+        /// The repository.
+        repository: String,
+        /// The head.
+        name: ObjectName,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A repository that has lost what it acknowledged.
+    #[error(
+        "{repository}: {name} is lost: {why}; so are all epochs that are kept: see what snapshots there are (`vmstrata snapshot list`)"
+    )]
+    Lost {
+        /// The repository.
+        repository: String,
+        /// The newest head.
+        name: ObjectName,
+        /// What is wrong with it.
+        why: String,
+    },
     /// An epoch that no head may publish.
     #[error("{repository}: epoch {epoch} cannot be published: {why}")]
     BadEpoch {

@@ -17,6 +17,7 @@
 //! | [`head`](Head) | what a head says, and its bytes |
 //! | [`publisher`](Publisher) | who publishes, and that nobody else does |
 //! | [`look`](newest) | what a repository holds, and how old that knowledge may be |
+//! | [`whole`](newest_whole) | what is left of a repository that lost something |
 //! | [`pin`](Pin), `states` | what keeps a state for its readers, and under which names people find one |
 //! | [`pending`](PendingSnapshot) | snapshots that were cut off and are not published yet |
 //! | [`merge`](Merge), `merger` | which layers become one, and the thread that makes them so |
@@ -64,6 +65,7 @@ mod stand;
 mod states;
 mod status;
 mod tiered;
+mod whole;
 mod window;
 mod wire;
 
@@ -89,4 +91,5 @@ pub use remote::{CachedLayer, OnMissing, Remote};
 pub use states::{age_of, find_snapshot, find_state, forget, open_state, snapshots};
 pub use status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
 pub use tiered::{TakenState, Tiered};
+pub use whole::{Whole, newest_whole};
 pub use wire::Wire;

@@ -6,13 +6,14 @@
 //! long therefore meets the head that was the newest when the look began, or a newer one. What is created at a number that was free
 //! again lies below.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use vmstrata_repo::{ObjectName, Repository};
 use vmstrata_store::proc::since_boot;
 
 use crate::error::{Error, Result};
-use crate::head::{HEAD_BYTES_MAX, HEAD_PREFIX, Head, HeadNumber, ObjectId, PinId};
+use crate::head::{EpochNumber, HEAD_BYTES_MAX, HEAD_PREFIX, Head, HeadNumber, ObjectId, PinId};
 
 /// How long a head that is not the newest any more is kept, with what it names.
 pub const KEEP: Duration = Duration::from_secs(600);
@@ -47,6 +48,12 @@ impl Look {
         self.0.iter().filter_map(|name| ObjectId::of(name.as_str()))
     }
 
+    /// The first of these names that is not there.
+    pub(crate) fn first_missing(&self, names: impl Iterator<Item = ObjectName>) -> Option<ObjectName> {
+        let there: HashSet<&ObjectName> = self.0.iter().collect();
+        names.into_iter().find(|name| !there.contains(name))
+    }
+
     pub(crate) fn pins(&self) -> impl Iterator<Item = PinId> {
         self.0.iter().filter_map(|name| PinId::of(name.as_str()))
     }
@@ -59,7 +66,15 @@ impl Look {
 pub fn newest(repository: &dyn Repository) -> Result<Option<Head>> {
     let heads = repository.names(HEAD_PREFIX)?;
     let newest = heads.iter().filter_map(|name| HeadNumber::of(name.as_str())).max();
-    newest.map(|number| read_head(repository, number)).transpose()
+    newest.map(|number| read_newest(repository, number)).transpose()
+}
+
+/// The head with this number, which is the highest there is.
+pub(crate) fn read_newest(repository: &dyn Repository, number: HeadNumber) -> Result<Head> {
+    read_head(repository, number).map_err(|error| match error {
+        Error::Damaged { repository, name, why } => Error::DamagedNewest { repository, name, why },
+        error => error,
+    })
 }
 
 /// The epochs that the newest head keeps, its own first, each with the newest head that publishes it. To read one, [pin](crate::Pin) it.
@@ -77,19 +92,28 @@ pub fn states(repository: &dyn Repository) -> Result<Vec<Head>> {
     Ok(states)
 }
 
-/// The newest head and those that it keeps, newest first, each read when it is asked for.
+/// A head and those that it keeps, newest first, each read when it is asked for. Those that a NAS has damaged are passed over, and
+/// those of later epochs, from which a take-over has gone back: [`newest_whole`](crate::newest_whole).
 pub(crate) struct Heads<'a> {
     repository: &'a dyn Repository,
-    newest: Option<Head>,
+    first: Option<Head>,
     /// Of the one after that, and of the last.
     rest: Option<[HeadNumber; 2]>,
+    epoch: EpochNumber,
 }
 
 impl<'a> Heads<'a> {
+    /// From the newest on.
     pub(crate) fn of(repository: &'a dyn Repository) -> Result<Self> {
         let newest = newest(repository)?;
-        let rest = newest.as_ref().and_then(|head| Some([head.number.before()?, head.floor]));
-        Ok(Self { repository, newest, rest })
+        let none = Self { repository, first: None, rest: None, epoch: EpochNumber::NONE };
+        Ok(newest.map_or(none, |newest| Self::from(repository, newest)))
+    }
+
+    /// From this one on.
+    pub(crate) fn from(repository: &'a dyn Repository, first: Head) -> Self {
+        let rest = first.number.before().map(|before| [before, first.floor]);
+        Self { repository, epoch: first.epoch.number, first: Some(first), rest }
     }
 }
 
@@ -97,12 +121,21 @@ impl Iterator for Heads<'_> {
     type Item = Result<Head>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if let Some(newest) = self.newest.take() {
-            return Some(Ok(newest));
+        if let Some(first) = self.first.take() {
+            return Some(Ok(first));
         }
-        let [number, floor] = self.rest.filter(|[number, floor]| number >= floor)?;
-        self.rest = number.before().map(|before| [before, floor]);
-        Some(read_head(self.repository, number))
+        loop {
+            let [number, floor] = self.rest.filter(|[number, floor]| number >= floor)?;
+            self.rest = number.before().map(|before| [before, floor]);
+            match read_head(self.repository, number) {
+                Err(Error::Damaged { .. }) => {}
+                Ok(head) if head.epoch.number > self.epoch => {}
+                head => {
+                    self.epoch = head.as_ref().map_or(self.epoch, |head| head.epoch.number);
+                    return Some(head);
+                }
+            }
+        }
     }
 }
 

@@ -147,7 +147,7 @@ fn is_due(chunks: usize) -> bool {
 }
 
 /// Reads an object from a chunk on; whether it has these digests.
-fn is_right_from(first: usize, object: &dyn ObjectReader, digests: &Digests) -> Result<bool> {
+pub(crate) fn is_right_from(first: usize, object: &dyn ObjectReader, digests: &Digests) -> Result<bool> {
     let chunks = object.len().div_ceil(CHUNK) as usize;
     Ok(object.len() == digests.bytes()
         && are_right(object, first..chunks, |chunk, bytes| digests.prove(chunk, bytes))?)

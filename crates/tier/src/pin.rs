@@ -8,7 +8,7 @@ use vmstrata_store::proc::host_name;
 
 use crate::error::{Error, Result};
 use crate::head::{Epoch, EpochNumber, Head, OwnerId, PinId, as_text};
-use crate::look::{Look, newest, read, read_head};
+use crate::look::{Heads, Look, newest, read, read_head};
 use crate::object::Shipment;
 use crate::sealed::{seal, unseal};
 
@@ -119,7 +119,7 @@ impl Pin {
         }
     }
 
-    fn put(&self, repository: &dyn Repository) -> Result<()> {
+    pub(crate) fn put(&self, repository: &dyn Repository) -> Result<()> {
         let stored = Stored { version: VERSION, purpose: self.purpose.clone(), epoch: self.epoch.clone() };
         let mut shipment = Shipment::begin(repository, self.id.name())?;
         shipment.put(&seal(&stored))?;
@@ -181,14 +181,8 @@ impl Pin {
 /// The newest head, from this one down to its floor, that publishes the wanted epoch; without one this one.
 fn publishing(repository: &dyn Repository, head: Head, wanted: Option<EpochNumber>) -> Result<Head> {
     let Some(wanted) = wanted else { return Ok(head) };
-    let floor = head.floor;
-    let mut below = head;
-    while below.epoch.number > wanted {
-        let Some(number) = below.number.before().filter(|number| *number >= floor) else { break };
-        below = read_head(repository, number)?;
-    }
-    if below.epoch.number == wanted {
-        return Ok(below);
-    }
-    Err(Error::NotKept { repository: repository.describe(), epoch: wanted })
+    let mut kept = Heads::from(repository, head);
+    let is_past = |head: &Result<Head>| head.as_ref().map_or(true, |head| head.epoch.number <= wanted);
+    let found = kept.find(is_past).transpose()?.filter(|head| head.epoch.number == wanted);
+    found.ok_or_else(|| Error::NotKept { repository: repository.describe(), epoch: wanted })
 }

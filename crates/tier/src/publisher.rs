@@ -31,10 +31,11 @@ use vmstrata_store::proc::since_boot;
 
 use crate::error::{Error, Result};
 use crate::head::{Epoch, Head, HeadNumber, ObjectId, OwnerId, PinId};
-use crate::look::{Look, newest, read_head};
+use crate::look::{Look, newest, read_head, read_newest};
 use crate::object::{Shipment, remove};
 use crate::pin::Pin;
 use crate::retain::{Retention, unpinned};
+use crate::whole::{Whole, newest_whole};
 
 /// Why a process begins to publish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,7 +83,32 @@ impl Publisher {
     /// may then still succeed, which fences others, and can be made again.
     pub fn claim(repository: Arc<dyn Repository>, owner: OwnerId, claim: Claim) -> Result<Self> {
         let before = Look::any(&*repository)?;
-        let mut below = before.heads().max().map(|number| read_head(&*repository, number)).transpose()?;
+        let below = match claim {
+            Claim::TakeOver => newest_whole(&*repository)?.map(|whole| whole.below()),
+            Claim::First | Claim::Resume => {
+                before.heads().max().map(|number| read_newest(&*repository, number)).transpose()?
+            }
+        };
+        Self::claim_above(repository, owner, claim, before, below)
+    }
+
+    /// Begins a generation above the newest whole head, as [`Claim::TakeOver`].
+    ///
+    /// # Errors
+    /// As [`Publisher::claim`].
+    pub(crate) fn take_over(repository: Arc<dyn Repository>, owner: OwnerId, newest: &Whole) -> Result<Self> {
+        let before = Look::any(&*repository)?;
+        Self::claim_above(repository, owner, Claim::TakeOver, before, Some(newest.below()))
+    }
+
+    /// Claims the disk, whose newest head is `below`, or one above that; `before` is what was there until now.
+    fn claim_above(
+        repository: Arc<dyn Repository>,
+        owner: OwnerId,
+        claim: Claim,
+        before: Look,
+        mut below: Option<Head>,
+    ) -> Result<Self> {
         loop {
             claim.check(&*repository, owner, below.as_ref())?;
             let mut head = Head::after(below.as_ref(), owner);
@@ -265,7 +291,10 @@ fn create(repository: &dyn Repository, head: &Head) -> Result<Option<Head>> {
         shipment.finish()
     });
     let Err(error) = created else { return Ok(None) };
+    let is_taken = matches!(&error, Error::Repository(error) if error.kind() == ErrorKind::AlreadyExists);
     match read_head(repository, head.number) {
+        // It may not be on stable storage: the next try finds it there, and waits for that.
+        Ok(found) if found == *head && !is_taken && !Planted::SeenHead.is_there() => Err(error),
         Ok(found) => Ok((found != *head).then_some(found)),
         Err(Error::Repository(absent)) if absent.kind() == ErrorKind::NotFound => Err(error),
         Err(error) => Err(error),
@@ -435,7 +464,8 @@ mod tests {
         let path = dir.path().join("head-000000000001");
         fs::File::options().write(true).open(&path).unwrap().set_len(100).unwrap();
         let told = newest(&*repository).unwrap_err().to_string();
-        assert!(told.ends_with("head-000000000001 is damaged: its checksum is wrong"), "{told}");
+        let why = "head-000000000001, the newest head, is damaged: its checksum is wrong; where the NAS";
+        assert!(told.contains(why), "{told}");
         fs::File::options().write(true).open(&path).unwrap().set_len(1 << 40).unwrap();
         let told = newest(&*repository).unwrap_err().to_string();
         assert!(told.contains("it has 1099511627776 bytes, and 1048576 is the most"), "{told}");

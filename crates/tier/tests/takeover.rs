@@ -16,7 +16,7 @@ use common::flat::write;
 use common::stock::path_str;
 use common::{for_seeds, random, scratch, wait_until};
 use rand::Rng as _;
-use tier_support::{block, host, image, newest_of, place, published, sync, take_over, writes_of};
+use tier_support::{block, host, image, newest_of, place, published, soon, sync, take_over, writes_of};
 use vmstrata_disk::Disk;
 use vmstrata_tier::{Head, HeadNumber, Tiered, repository_of};
 
@@ -100,6 +100,32 @@ fn heads(path: &Path) -> Vec<Head> {
     let mut heads: Vec<Head> = files.filter_map(head).collect();
     heads.sort_by_key(|head| head.number);
     heads
+}
+
+#[test]
+fn a_host_publishes_again_what_its_nas_has_lost() {
+    let (local, other) = (scratch(), scratch());
+    let (path, tier) = (image(local.path()), local.path().join("tier"));
+    let (disk, tiered) = host(&path, &tier).unwrap();
+    for number in 1..=20 {
+        write(&disk, place(number), &block(number)).unwrap();
+        if number % 2 == 0 {
+            sync(&tiered).unwrap();
+        }
+    }
+    assert!(tiered.stop(soon()));
+    drop((disk, tiered));
+    for head in &heads(&path)[8..] {
+        std::fs::write(repository_of(&path).join(head.number.name().as_str()), "").unwrap();
+    }
+    let Err(refused) = host(&path, &tier) else { panic!("a lost head may be a claim") };
+    assert!(refused.to_string().contains("vmstrata tier takeover"), "{refused}");
+    assert_eq!(take_over(&path, &tier).unwrap(), None, "its copy has all that is lost");
+    let (disk, tiered) = host(&path, &tier).unwrap();
+    sync(&tiered).unwrap();
+    assert_eq!(writes_of(&published(&newest_of(&path), &path)), 20);
+    drop((disk, tiered));
+    take_over(&path, other.path()).unwrap();
 }
 
 #[test]

@@ -48,6 +48,7 @@ same. The end of the server ends it, as does a budget that is used up (the disk'
     #[command(
         after_help = "Examples:\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes\n\nMake sure that the other host is off, or at least that its guest is. If it is not, it can publish nothing more, refuses writes \
 at its next try, and keeps what it had not published. A copy that this host has from before is put aside, and named.\n\
+Where the NAS has lost its newest epochs, the disk goes back to the newest that is whole: without --yes this says which are lost.\n\
 Then serve the disk: vmstrata serve --disk path=/mnt/nas/vms/web.qcow2,tier=/var/lib/vmstrata"
     )]
     Takeover(TakeoverArgs),

@@ -11,8 +11,10 @@ use vmstrata_api::{
 };
 use vmstrata_disk::snapshot::now_ns;
 use vmstrata_disk::{OpenOptions, probe_layer};
-use vmstrata_repo::DirectoryRepository;
-use vmstrata_tier::{Branch, Detach, Head, Place, is_object_name, newest, repository_of};
+use vmstrata_repo::{DirectoryRepository, Repository};
+use vmstrata_tier::{
+    Branch, Detach, Head, Place, Whole, is_object_name, newest, newest_whole, repository_of,
+};
 use vmstrata_types::path_to_text;
 
 use super::snapshot::live::Live;
@@ -87,11 +89,26 @@ impl Published {
     }
 }
 
-fn newest_of(disk: &Path) -> Result<Head> {
+/// What `find` finds in the repository of a disk.
+fn found_in<T>(
+    disk: &Path,
+    find: impl FnOnce(&dyn Repository) -> vmstrata_tier::Result<Option<T>>,
+) -> Result<T> {
     let disk = disk.canonicalize().with_context(|| format!("{}: cannot be found", disk.display()))?;
     let repository = DirectoryRepository::open(&repository_of(&disk), is_object_name);
     let repository = repository.with_context(|| format!("{}: is not a tiered disk", disk.display()))?;
-    newest(&repository)?.with_context(|| format!("{}: nothing of it is published", disk.display()))
+    find(&repository)?.with_context(|| format!("{}: nothing of it is published", disk.display()))
+}
+
+fn newest_of(disk: &Path) -> Result<Head> {
+    found_in(disk, newest)
+}
+
+/// What a repository that lost something says of that.
+fn lost(whole: &Whole) -> String {
+    let lost = whole.lost.iter().map(|(number, why)| format!("the NAS has lost {number}: {why}\n"));
+    let text: String = lost.collect();
+    if text.is_empty() { text } else { format!("{text}{} is the newest that is whole\n", whole.head.number) }
 }
 
 fn status(args: &TierDiskArgs) -> Result<()> {
@@ -139,10 +156,12 @@ fn sync(args: &TierDiskArgs) -> Result<()> {
 }
 
 fn take_over(args: &TakeoverArgs) -> Result<()> {
-    let found = Published::of(&args.disk, &newest_of(&args.disk)?);
     if !args.yes {
+        let whole = found_in(&args.disk, newest_whole)?;
+        let found = Published::of(&args.disk, &whole.head);
         bail!(
-            "{}what its host wrote after that is lost to this one: make sure that host is off, then add --yes",
+            "{}{}what its host wrote after that is lost to this one: make sure that host is off, then add --yes",
+            lost(&whole),
             found.text()
         );
     }
