@@ -19,6 +19,13 @@
 //! With `--run repository`, a run is one life, whose tasks are several hosts with a network between them: they take a disk over
 //! from each other, publish its epochs in one repository, merge and delete layers, and pin states.
 //!
+//! ```text
+//!   tier: hosts that publish ──► directory repository ── system calls ──► mount: their kernels ──► nas ──► crash: what if it died now?
+//! ```
+//!
+//! With `--run mount`, the repository is a directory that the hosts have mounted. The seed draws what the NAS would leave at any moment,
+//! and each of these crash states is judged, too.
+//!
 //! Processes are real ones, so that a death is one: locks go, memory goes, statics begin anew. What a host with several processes, or
 //! hosts that die one by one, would add: tasks and time in [`shared`] memory, and sockets in [`calls`].
 
@@ -29,6 +36,8 @@ mod calls;
 mod history;
 mod kernel;
 mod life;
+mod mount;
+mod nas;
 mod network;
 mod random;
 mod repository;
@@ -38,6 +47,8 @@ mod syscall;
 mod tasks;
 mod tier;
 
+use std::collections::BTreeSet;
+use std::fmt::Debug;
 use std::fs::{self, File, TryLockError};
 use std::io::Write as _;
 use std::os::unix::fs::MetadataExt as _;
@@ -93,19 +104,23 @@ enum Scene {
     Disk,
     /// Hosts that publish in one repository, over a network.
     Repository,
+    /// Hosts that publish in one directory of a NAS, which each has mounted, and which dies.
+    Mount,
 }
 
 impl Scene {
     /// The faults that can be planted.
     fn faults(self) -> Vec<String> {
         match self {
-            Self::Disk => Planted::DISK.iter().map(|fault| format!("{fault:?}")).collect(),
-            Self::Repository => {
-                let of_server = Fault::ALL.iter().map(|fault| format!("{fault:?}"));
-                of_server.chain(Planted::TIER.iter().map(|fault| format!("{fault:?}"))).collect()
-            }
+            Self::Disk => named(&Planted::DISK),
+            Self::Repository => [named(&Fault::ALL), named(&Planted::TIER)].concat(),
+            Self::Mount => [named(&nas::Fault::ALL), named(&Planted::TIER)].concat(),
         }
     }
+}
+
+fn named(faults: &[impl Debug]) -> Vec<String> {
+    faults.iter().map(|fault| format!("{fault:?}")).collect()
 }
 
 impl Arguments {
@@ -136,7 +151,7 @@ const SEED: &str = "seed=";
 fn run_all(arguments: &Arguments) -> ExitCode {
     let place = Place::find();
     be_alike(&place);
-    let (begun, mut steps, mut all) = (Instant::now(), 0, 0);
+    let (begun, mut steps, mut crashes, mut all) = (Instant::now(), 0, 0, 0);
     for seed in arguments.seed..arguments.seed + arguments.seeds {
         let (ran, mut failure) = run_one(seed, arguments, &place);
         if arguments.twice {
@@ -147,8 +162,8 @@ fn run_all(arguments: &Arguments) -> ExitCode {
                 failure.get_or_insert("no two of three runs are alike".to_owned());
             }
         }
-        let [events, hashed] = ran;
-        steps += events;
+        let [events, hashed, crashed] = ran;
+        (steps, crashes) = (steps + events, crashes + crashed);
         all = hash(all, &hashed.to_le_bytes());
         if let Some(failure) = failure {
             let plant =
@@ -156,6 +171,7 @@ fn run_all(arguments: &Arguments) -> ExitCode {
             let command = match arguments.run {
                 Scene::Disk => "cargo xtask sim",
                 Scene::Repository => "cargo xtask sim --run repository",
+                Scene::Mount => "cargo xtask sim --run mount",
             };
             println!("seed {seed}: {failure}");
             println!("replay it: {command} --seed {seed}{plant} --verbose");
@@ -163,7 +179,8 @@ fn run_all(arguments: &Arguments) -> ExitCode {
         }
     }
     let per_minute = steps as f64 / begun.elapsed().as_secs_f64() * 60.0;
-    println!("{} seeds, {steps} steps ({per_minute:.0} a minute), hash {all:016x}", arguments.seeds);
+    let judged = if crashes > 0 { format!(", {crashes} crash states") } else { String::new() };
+    println!("{} seeds, {steps} steps ({per_minute:.0} a minute){judged}, hash {all:016x}", arguments.seeds);
     ExitCode::SUCCESS
 }
 
@@ -191,22 +208,22 @@ fn be_alike(place: &Place) {
 }
 
 /// Runs a seed in a process of its own, in which all but the seed is the same for each: locks are found by their addresses.
-/// Returns its events and their hash, and what failed.
-fn run_one(seed: u64, arguments: &Arguments, place: &Place) -> ([u64; 2], Option<String>) {
+/// Returns its events, their hash, how many different crash states it judged, and what failed.
+fn run_one(seed: u64, arguments: &Arguments, place: &Place) -> ([u64; 3], Option<String>) {
     let mut process = Command::new("/proc/self/exe");
     process.env_clear().arg(format!("{SEED}{seed:020}")).arg((arguments.run as u8).to_string());
     process.arg(arguments.plant().to_string()).arg(&place.directory);
     process.arg(u8::from(arguments.verbose).to_string());
     let output = process.stderr(Stdio::inherit()).output().expect("this program");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let mut parts = text.splitn(3, ' ');
+    let mut parts = text.splitn(4, ' ');
     let mut number = || parts.next().and_then(|number| number.parse().ok());
-    match (number(), number()) {
-        (Some(events), Some(hashed)) => {
+    match (number(), number(), number()) {
+        (Some(events), Some(hashed), Some(crashed)) => {
             let failure = parts.next().filter(|failure| !failure.is_empty()).map(str::to_owned);
-            ([events, hashed], failure)
+            ([events, hashed, crashed], failure)
         }
-        _ => ([0; 2], Some(format!("the run ended with {}", output.status))),
+        _ => ([0; 3], Some(format!("the run ended with {}", output.status))),
     }
 }
 
@@ -217,15 +234,24 @@ fn run(seed: &str, scene: &str, plant: &str, place: &str, verbose: &str) {
     let plant = plant.parse::<usize>().expect("a number").checked_sub(1);
     let seed = seed[SEED.len()..].parse().expect("a number");
     let run = Run::new(seed, Path::new(place), verbose == "1");
-    let ran = if scene.parse() == Ok(Scene::Repository as u8) {
-        let of_host = plant.and_then(|number| number.checked_sub(Fault::ALL.len()));
+    let of_host = |of_server: usize| {
+        let of_host = plant.and_then(|number| number.checked_sub(of_server));
         vmstrata_store::plant(of_host.map(|planted| Planted::TIER[planted]));
-        run.run_repository(plant.and_then(|number| Fault::ALL.get(number).copied()))
+    };
+    let scene: u8 = scene.parse().expect("a number");
+    let ran = if scene == Scene::Repository as u8 {
+        of_host(Fault::ALL.len());
+        let fault = plant.and_then(|number| Fault::ALL.get(number).copied());
+        run.run_hosts(move |seed| tier::run_network(seed, fault))
+    } else if scene == Scene::Mount as u8 {
+        of_host(nas::Fault::ALL.len());
+        let fault = plant.and_then(|number| nas::Fault::ALL.get(number).copied());
+        run.run_hosts(move |seed| tier::run_mount(seed, fault))
     } else {
         vmstrata_store::plant(plant.map(|planted| Planted::DISK[planted]));
         run.run_disk()
     };
-    print!("{} {} {}", ran.events, ran.hash, ran.failure.unwrap_or_default());
+    print!("{} {} {} {}", ran.events, ran.hash, ran.crashes, ran.failure.unwrap_or_default());
 }
 
 /// The directory of the simulated host, whose name has no part in what happens as it is as long as all others.
@@ -268,6 +294,8 @@ fn clear(directory: &Path) {
 struct Ran {
     events: u64,
     hash: u64,
+    /// Different states that a NAS might have left, all of which were judged.
+    crashes: u64,
     failure: Option<String>,
 }
 
@@ -298,18 +326,23 @@ impl<'a> Run<'a> {
         self.place.join("host")
     }
 
-    fn run_repository(self, fault: Option<Fault>) -> Ran {
+    /// Runs one life, whose tasks are several hosts.
+    fn run_hosts(self, main: impl FnOnce(u64) + Send + 'static) -> Ran {
         clear(self.place);
         fs::create_dir_all(self.root()).expect("made");
-        let failure =
-            self.live(0, self.random.next(), Death::AtStep(u64::MAX), move |seed| tier::run(seed, fault));
-        let mut ran = Ran { events: 0, hash: hash(0, self.shared.bytes()), failure };
+        let failure = self.live(0, self.random.next(), Death::AtStep(u64::MAX), main);
+        let mut ran = Ran { events: 0, hash: hash(0, self.shared.bytes()), crashes: 0, failure };
+        let mut crashed = BTreeSet::new();
         for (number, event, data) in self.shared.events() {
             ran.events += 1;
+            if event.kind == Kind::Crashed {
+                crashed.insert(event.args[0]);
+            }
             if self.is_verbose {
                 eprintln!("{number} {event:?} {}", String::from_utf8_lossy(data));
             }
         }
+        ran.crashes = crashed.len() as u64;
         ran
     }
 
@@ -330,7 +363,7 @@ impl<'a> Run<'a> {
         create(&self.root().join(DISKS).join(DISK), &options).expect("a disk");
         let mut storage = Storage::new(&self.root(), JOURNALS, self.shared);
         let mut history = History::new(sectors as usize);
-        let mut ran = Ran { events: 0, hash: 0, failure: None };
+        let mut ran = Ran { events: 0, hash: 0, crashes: 0, failure: None };
         let lives = 2 + self.random.below(LIVES_MAX - 1);
         for life in 0..lives {
             self.shared.clear_log();

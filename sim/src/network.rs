@@ -70,7 +70,7 @@ pub struct Network<M> {
 
 impl Weather {
     /// In which messages are neither lost nor late.
-    const CALM: Self = Self {
+    pub const CALM: Self = Self {
         lost_one_in: u64::MAX,
         late_one_in: u64::MAX,
         late_ns_max: u64::MAX,

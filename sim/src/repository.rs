@@ -37,7 +37,7 @@ pub const PAUSE_NS_MAX: u64 = 3 * KEEP.as_nanos() as u64;
 /// How long the server works on a request, at most.
 const SERVICE_NS_MAX: u64 = 500_000;
 /// One part of an upload in so many is kept with a wrong byte.
-const CORRUPT_ONE_IN: u64 = 60;
+pub const CORRUPT_ONE_IN: u64 = 60;
 /// One lookup in so many is answered from what the host heard before, if it heard anything.
 const STALE_ONE_IN: u64 = 4;
 /// What a process that has died gets instead of an answer.

@@ -36,6 +36,8 @@ pub enum Kind {
     Received,
     /// Two hosts cannot reach each other: their numbers, until when.
     Partition,
+    /// What a dead NAS would have left is judged: its hash.
+    Crashed,
     /// The process ended as the seed said.
     Died,
     /// Something is wrong: the text.

@@ -128,7 +128,7 @@ impl Storage {
                 return;
             }
             Kind::Call | Kind::Guest | Kind::Died | Kind::Failed => return,
-            Kind::Sent | Kind::Lost | Kind::Received | Kind::Partition => return,
+            Kind::Sent | Kind::Lost | Kind::Received | Kind::Partition | Kind::Crashed => return,
         };
         let (store, issued) = (StoreId(inode as u32), self.now);
         self.log.push(Record { store, operation, issued, completed: None });

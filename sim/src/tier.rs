@@ -11,25 +11,34 @@
 //! - What a process believes it published is such a head. Heads made at a number that is free again are nobody's.
 //! - The newest head, heads that were the newest within [`KEEP`], and what they and pins name stay there.
 //! - In the end, a process that has the repository alone leaves no layer that nothing names.
+//!
+//! The NAS is a server of objects ([`run_network`]), or a directory that hosts have mounted ([`run_mount`]). That one may die at any
+//! request: what it may leave is judged, too (`crash`).
+
+mod crash;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io::ErrorKind;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use vmstrata_repo::Repository;
+use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_tier::{
     Claim, DiskState, Epoch, EpochNumber, Error, Generation, Head, HeadNumber, KEEP, Merge, Object, ObjectId, OwnerId,
-    Pin, PinId, Publisher, Purpose, Result, ship, states,
+    Pin, PinId, Publisher, Purpose, Result, is_object_name, ship, states,
 };
 
 use crate::kernel::inside;
+use crate::mount::{self, Crashes, Way};
+use crate::nas::{self, Export, Nas};
 use crate::network::{Host, Network, Weather};
 use crate::random::Random;
 use crate::repository::{Change, DEAD, Fault, Message, PAUSE_NS_MAX, RemoteRepository, Server};
 use crate::tasks::TASKS;
+use crash::Crashed;
 
 /// The host that is the NAS; the others publish or read.
 const NAS: Host = Host(0);
@@ -44,6 +53,11 @@ const STEPS_MAX: u64 = 16;
 const CALLS_MAX: u64 = 200;
 /// Blocks of the disk.
 const BLOCKS: usize = 6;
+/// How long a process waits for what a host believes of a mount to change, at most.
+const PATIENCE_NS: u64 = 20_000_000_000;
+/// One request in so many at which the NAS might die is judged, with so many losses.
+const CRASHES_ONE_IN: u64 = 8;
+const LOSSES: u64 = 4;
 /// Bytes of a part of an upload.
 const PART: usize = 64;
 
@@ -99,19 +113,30 @@ struct Book {
     /// What the disk was when a process cut an epoch.
     cut: BTreeMap<(Generation, OwnerId, EpochNumber), State>,
     pins: BTreeMap<PinId, Epoch>,
+    /// Heads that a process believes it published.
+    acknowledged: BTreeSet<HeadNumber>,
+    /// What the NAS would have left.
+    crashed: Vec<Crashed>,
 }
+
+/// What became of names on the NAS since there were so many changes.
+type Changes = dyn Fn(usize) -> Vec<Change> + Send + Sync;
 
 /// What is on the NAS, and what processes believe of it.
 struct Ledger {
-    server: Arc<Server>,
+    changes: Box<Changes>,
     book: Mutex<Book>,
 }
 
 impl Ledger {
+    fn new(changes: impl Fn(usize) -> Vec<Change> + Send + Sync + 'static) -> Self {
+        Self { changes: Box::new(changes), book: Mutex::default() }
+    }
+
     /// The book, up to now.
     fn book(&self) -> MutexGuard<'_, Book> {
         let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
-        for change in self.server.changes(book.changes) {
+        for change in (self.changes)(book.changes) {
             book.changes += 1;
             book.change(change);
         }
@@ -121,11 +146,12 @@ impl Ledger {
     /// A process believes that it published this head.
     fn enter(&self, head: &Head) {
         inside(|| {
-            let book = self.book();
+            let mut book = self.book();
             let found = book.log.iter().find(|entry| entry.head.number == head.number);
             if found.is_none_or(|entry| entry.head != *head) {
                 fail(&format!("{head:?} was published, and there is {found:?}"));
             }
+            book.acknowledged.insert(head.number);
         });
     }
 
@@ -306,6 +332,8 @@ struct Process {
     owner: OwnerId,
     ledger: Arc<Ledger>,
     random: Random,
+    /// How long it waits before it tries again, at most.
+    patience_ns: u64,
 }
 
 impl Process {
@@ -344,11 +372,13 @@ impl Process {
                 ErrorKind::TimedOut | ErrorKind::InvalidInput => {}
                 // An old answer, to the first question or to the second.
                 ErrorKind::NotFound | ErrorKind::AlreadyExists => {}
+                // Another process has swept an unfinished object away.
+                ErrorKind::StaleNetworkFileHandle => {}
                 _ => fail(&format!("{error}: {}", error.source)),
             },
             Err(error) => fail(&error.to_string()),
         }
-        self.pause();
+        thread::sleep(Duration::from_nanos(self.random.below(self.patience_ns)));
         Ok(None)
     }
 
@@ -531,20 +561,37 @@ impl Process {
     }
 }
 
+/// How hosts reach the NAS.
+#[derive(Clone)]
+enum Reach {
+    Network(Arc<Network<Message>>),
+    Mount,
+}
+
 /// What a run's hosts have in common.
 #[derive(Clone)]
 struct Scene {
-    network: Arc<Network<Message>>,
+    reach: Reach,
     ledger: Arc<Ledger>,
     pauses_one_in: u64,
 }
 
 impl Scene {
     fn process(&self, host: Host, number: u32, calls: u64, owner: OwnerId, random: Random) -> Process {
-        let hosts = [host, NAS];
-        let repository =
-            RemoteRepository::new(self.network.clone(), hosts, number, calls, self.pauses_one_in);
-        Process { repository: Arc::new(repository), owner, ledger: self.ledger.clone(), random }
+        let (repository, patience_ns): (Arc<dyn Repository>, _) = match &self.reach {
+            Reach::Network(network) => {
+                let hosts = [host, NAS];
+                let remote = RemoteRepository::new(network.clone(), hosts, number, calls, self.pauses_one_in);
+                (Arc::new(remote), 8_000_000)
+            }
+            Reach::Mount => {
+                let process = mount::Process { host, number };
+                inside(|| mount::start(process, calls, self.pauses_one_in));
+                let path = PathBuf::from(process.to_string());
+                (Arc::new(DirectoryRepository::open(&path, is_object_name).expect("mounted")), PATIENCE_NS)
+            }
+        };
+        Process { repository, owner, ledger: self.ledger.clone(), random, patience_ns }
     }
 
     /// Runs the processes of a host, one after the other.
@@ -566,17 +613,40 @@ impl Scene {
             process.pause_long();
         }
     }
+
+    /// Runs hosts 1 to `hosts`, and then one that has the NAS alone; never returns.
+    fn run(&self, hosts: u32, random: &Random, calm: impl FnOnce()) -> ! {
+        let threads = (1..=hosts).map(|host| {
+            let (scene, random) = (self.clone(), Random::new(random.next()));
+            thread::spawn(move || scene.live(Host(host), &random))
+        });
+        let threads: Vec<_> = threads.collect();
+        threads.into_iter().for_each(|host| host.join().expect("no panic"));
+        // By then the last late message has arrived.
+        thread::sleep(Duration::from_nanos(2 * PAUSE_NS_MAX));
+        calm();
+        let (number, random) = (PROCESSES_MAX as u32, Random::new(random.next()));
+        let last = self.process(Host(1), number, u64::from(u32::MAX), OwnerId::draw(), random);
+        let _ = last.tidy();
+        inside(|| drop(self.ledger.book()));
+        self.ledger.judge_crashes();
+        inside(|| TASKS.die())
+    }
 }
 
-/// Runs the hosts: never returns.
-pub fn run(seed: u64, fault: Option<Fault>) -> ! {
-    let random = Random::new(seed);
-    let weather = Weather {
+fn weather(random: &Random) -> Weather {
+    Weather {
         lost_one_in: *random.pick(&[10, 30, 100]),
         late_one_in: *random.pick(&[20, 50, 200]),
         late_ns_max: *random.pick(&[400_000_000, PAUSE_NS_MAX]),
         partition_one_in: *random.pick(&[100, 400, 1000]),
-    };
+    }
+}
+
+/// Runs hosts with a server of objects: never returns.
+pub fn run_network(seed: u64, fault: Option<Fault>) -> ! {
+    let random = Random::new(seed);
+    let weather = weather(&random);
     let pauses_one_in = *random.pick(&[20, 50, u64::MAX]);
     let hosts = 2 + random.below(HOSTS_MAX - 1) as u32;
     let network = Arc::new(Network::new(1 + hosts, weather));
@@ -585,20 +655,30 @@ pub fn run(seed: u64, fault: Option<Fault>) -> ! {
         let server = server.clone();
         thread::spawn(move || server.serve());
     }
-    let ledger = Arc::new(Ledger { server, book: Mutex::default() });
-    let scene = Scene { network, ledger, pauses_one_in };
-    let threads = (1..=hosts).map(|host| {
-        let (scene, random) = (scene.clone(), Random::new(random.next()));
-        thread::spawn(move || scene.live(Host(host), &random))
-    });
-    let threads: Vec<_> = threads.collect();
-    threads.into_iter().for_each(|host| host.join().expect("no panic"));
-    // By then the last late message has arrived.
-    thread::sleep(Duration::from_nanos(2 * PAUSE_NS_MAX));
-    scene.network.calm();
-    let last =
-        scene.process(Host(1), PROCESSES_MAX as u32, u64::from(u32::MAX), OwnerId::draw(), Random::new(seed));
-    let _ = last.tidy();
-    inside(|| drop(scene.ledger.book()));
-    inside(|| TASKS.die())
+    let ledger = Arc::new(Ledger::new(move |since| server.changes(since)));
+    let scene = Scene { reach: Reach::Network(network.clone()), ledger, pauses_one_in };
+    scene.run(hosts, &random, || network.calm())
+}
+
+/// Runs hosts that have mounted a directory: never returns.
+pub fn run_mount(seed: u64, fault: Option<nas::Fault>) -> ! {
+    let random = Random::new(seed);
+    let way = Way {
+        weather: weather(&random),
+        is_soft: random.one_in(4),
+        restarts_one_in: *random.pick(&[50, 500, u64::MAX]),
+    };
+    let pauses_one_in = *random.pick(&[30, 100, u64::MAX]);
+    let hosts = 2 + random.below(HOSTS_MAX) as u32;
+    let export = *random.pick(&[Export::Sync, Export::Flushed, Export::Async]);
+    let ledger = Arc::new(Ledger::new(|since| mount::nas(|nas| nas.changes(since))));
+    let judged = ledger.clone();
+    let crashes = Crashes {
+        one_in: CRASHES_ONE_IN,
+        each: LOSSES,
+        judge: Arc::new(move |left| judged.crash(left, export)),
+    };
+    inside(|| mount::begin(Nas::new(export, fault), way, hosts, crashes));
+    let scene = Scene { reach: Reach::Mount, ledger, pauses_one_in };
+    scene.run(hosts, &random, || inside(mount::calm))
 }

@@ -139,3 +139,73 @@ fn a_pin_that_was_made_too_late_is_found() {
 fn a_merge_that_loses_an_epoch_is_found() {
     repository_finds("Unmerged");
 }
+
+#[test]
+fn a_mount_seed_replays_bit_for_bit() {
+    let (text, holds) = run(&["--run", "mount", "--seeds", "20", "--seed", "5000", "--twice"]);
+    assert!(holds, "{text}");
+}
+
+/// Each with some hundred states that a NAS would have left.
+#[test]
+fn mount_seeds_hold() {
+    let (text, holds) = run(&["--run", "mount", "--seeds", "60"]);
+    assert!(holds && text.contains(" crash states"), "{text}");
+}
+
+/// That names and listings are old, `a_layer_that_an_old_listing_lacks_and_is_taken_for_lost_is_found` shows.
+#[test]
+fn mount_seeds_meet_a_bad_mount() {
+    let (text, holds) = run(&["--run", "mount", "--seeds", "20", "--verbose"]);
+    assert!(holds, "{text}");
+    let (is_stale, is_taken) = (format!("result: -{}", libc::ESTALE), format!("result: -{}", libc::EEXIST));
+    for met in ["kind: Lost", "kind: Partition", "the NAS starts anew", ".nfs", &is_stale, &is_taken] {
+        assert!(text.contains(met), "no {met}");
+    }
+}
+
+/// As [`finds`], from a seed on, with a fault of a host, of its mount or of the NAS.
+fn mount_finds(fault: &str, first: &str) {
+    let (text, holds) = run(&["--run", "mount", "--seeds", "1000", "--seed", first, "--plant", fault]);
+    assert!(!holds && text.starts_with("seed "), "{text}");
+}
+
+#[test]
+fn a_link_that_overwrites_is_found() {
+    mount_finds("Overwrite", "0");
+}
+
+#[test]
+fn bytes_that_are_not_flushed_are_found() {
+    mount_finds("Uncommitted", "0");
+}
+
+#[test]
+fn names_that_are_not_flushed_are_found() {
+    mount_finds("Unflushed", "0");
+}
+
+#[test]
+fn a_layer_that_is_read_back_from_memory_is_found() {
+    mount_finds("KeptPages", "0");
+}
+
+#[test]
+fn a_process_that_publishes_after_a_take_over_of_a_mount_is_found() {
+    mount_finds("Unfenced", "0");
+}
+
+#[test]
+fn a_head_that_counts_before_its_name_is_flushed_is_found() {
+    mount_finds("SeenHead", "1900");
+}
+
+#[test]
+fn a_layer_that_an_old_listing_lacks_and_is_taken_for_lost_is_found() {
+    mount_finds("StaleLoss", "270");
+}
+
+#[test]
+fn a_damaged_state_that_is_taken_over_is_found() {
+    mount_finds("BlindFallback", "0");
+}
