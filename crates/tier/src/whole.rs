@@ -7,7 +7,10 @@
 //! That a name is not there, only a listing says that is newer than the head that has it: [`Look::since`]. A lookup may be old.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
+use parking_lot::Mutex;
 use vmstrata_repo::Repository;
 use vmstrata_store::Planted;
 
@@ -21,6 +24,8 @@ use crate::pin::{Pin, Purpose};
 /// Layers of a disk that are looked at in any case, the newest, and how many bytes of them are read.
 const YOUNG: usize = 4;
 const YOUNG_BYTES: u64 = 32 << 20;
+/// Layers that are looked at at a time.
+const AT_ONCE: usize = 8;
 
 /// The newest head that is whole.
 #[derive(Clone, Debug)]
@@ -101,11 +106,13 @@ fn fall_back(repository: &dyn Repository, look: &Look) -> Result<Whole> {
             let first = is_there.then(|| intact(repository, floor)).transpose()?.and_then(Result::ok);
             old = first.map_or_else(BTreeSet::new, |first| ids(&first.epoch).collect());
         }
-        let recent = head.epoch.objects().filter(|object| !old.contains(&object.id));
         let wrong = match missing(look, &head.epoch) {
             _ if Planted::BlindFallback.is_there() => None,
             Some(missing) => Some(missing),
-            None => check(repository, recent, u64::MAX)?,
+            None => {
+                let recent = head.epoch.objects().filter(|object| !old.contains(&object.id));
+                check(repository, recent, u64::MAX)?
+            }
         };
         if let Some(why) = wrong {
             lost.push((number, why));
@@ -147,27 +154,52 @@ fn missing(look: &Look, epoch: &Epoch) -> Option<String> {
     look.first_missing(names).map(|name| format!("{name} is gone"))
 }
 
-/// Looks at layers, and reads so many bytes of them; what is wrong with the first that is not what was shipped.
+/// Looks at layers, and reads so many bytes of them; what is wrong with one that is not what was shipped. A repository that is far is asked for
+/// several at a time.
 fn check<'a>(
     repository: &dyn Repository,
     objects: impl Iterator<Item = &'a Object>,
     mut bytes: u64,
 ) -> Result<Option<String>> {
-    for object in objects {
-        let (id, damaged) = (object.id, |name| Ok(Some(format!("{name} is damaged"))));
-        let companion = repository.open(&id.companion_name())?;
-        let mut encoded = vec![0; companion.len().min(Companion::encoded_len_max(object.bytes)) as usize];
-        companion.read_at(0, &mut encoded)?;
-        let is_all = companion.len() == encoded.len() as u64;
-        let Some(Companion { digests, .. }) = Companion::decode(&encoded, object).filter(|_| is_all) else {
-            return damaged(id.companion_name());
-        };
-        let layer = repository.open(&id.layer_name())?;
+    let is_read = |object: &'a Object| {
         let is_read = object.bytes <= bytes;
-        if layer.len() != object.bytes || is_read && !is_right_from(0, &*layer, &digests)? {
-            return damaged(id.layer_name());
-        }
         bytes -= if is_read { object.bytes } else { 0 };
+        (object, is_read)
+    };
+    let objects: Vec<(&Object, bool)> = objects.map(is_read).collect();
+    let (next, found) = (AtomicUsize::new(0), Mutex::new(Ok(None)));
+    let look = || {
+        while let Some((object, is_read)) = objects.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let looked = check_one(repository, object, *is_read);
+            if !matches!(looked, Ok(None)) {
+                next.store(objects.len(), Ordering::Relaxed);
+                *found.lock() = looked;
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 1..AT_ONCE.min(objects.len()) {
+            // Those that are there do more.
+            let _ = thread::Builder::new().name("look".to_owned()).spawn_scoped(scope, look);
+        }
+        look();
+    });
+    found.into_inner()
+}
+
+/// Looks at a layer, and may read it; what is wrong with it.
+fn check_one(repository: &dyn Repository, object: &Object, is_read: bool) -> Result<Option<String>> {
+    let (id, damaged) = (object.id, |name| Ok(Some(format!("{name} is damaged"))));
+    let companion = repository.open(&id.companion_name())?;
+    let mut encoded = vec![0; companion.len().min(Companion::encoded_len_max(object.bytes)) as usize];
+    companion.read_at(0, &mut encoded)?;
+    let is_all = companion.len() == encoded.len() as u64;
+    let Some(Companion { digests, .. }) = Companion::decode(&encoded, object).filter(|_| is_all) else {
+        return damaged(id.companion_name());
+    };
+    let layer = repository.open(&id.layer_name())?;
+    if layer.len() != object.bytes || is_read && !is_right_from(0, &*layer, &digests)? {
+        return damaged(id.layer_name());
     }
     Ok(None)
 }
