@@ -66,6 +66,11 @@ pub struct DiskSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
     pub tier: Option<String>,
+    /// With `tier`: the disk is cut at one instant, published and taken over together with the other disks that have the same group, and lie in
+    /// the same directory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(max_length = 200, pattern = "^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
+    pub group: Option<String>,
     /// With `tier`: how many seconds old a write is at most when it is published, while the repository answers; 30 if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1, maximum = 600)]

@@ -16,6 +16,9 @@ pub struct TierStatus {
     /// For how many seconds it could not be published; absent unless `stalled`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stalled_seconds: Option<u64>,
+    /// The group of the disk, all of whose disks this says; absent if it is published alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
     /// The directory of the repository.
     pub repository: String,
     /// The directory of this host's copy.

@@ -37,6 +37,34 @@ pub enum Error {
         /// What was asked for.
         what: &'static str,
     },
+    /// A disk that is published with others.
+    #[error("disk '{name}' is published with those of group '{group}': serve all of them with group={group}")]
+    InGroup {
+        /// The disk.
+        name: String,
+        /// Its group.
+        group: String,
+    },
+    /// A group that is to be made of disks that come one after the other.
+    #[error(
+        "group '{group}' is not published yet: start the server with all of its disks, which makes the group"
+    )]
+    NewGroup {
+        /// The group.
+        group: String,
+    },
+    /// Disks of a group that are to be published differently.
+    #[error(
+        "disks '{one}' and '{other}' are of group '{group}': say the same of both with the keys that go with 'tier'"
+    )]
+    GroupDiffers {
+        /// The group.
+        group: String,
+        /// A disk of it.
+        one: String,
+        /// Another one.
+        other: String,
+    },
     /// A disk that was removed before all of it was published.
     #[error("disk '{name}' is removed, and this host's copy has what is not published: {why}")]
     NotAllPublished {

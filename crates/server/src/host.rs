@@ -111,8 +111,8 @@ struct Entry {
     spec: DiskSpec,
     phase: Phase,
     users: Arc<Users>,
-    /// What publishes it, if it is a tiered disk that is open.
-    tier: Option<Arc<Tiered>>,
+    /// What publishes it, if it is a tiered disk that is open, and its number among the disks of that.
+    tier: Option<(Arc<Tiered>, usize)>,
     /// Whether it was added while the server, or the one before it, ran.
     is_added: bool,
 }
@@ -159,6 +159,14 @@ impl Table {
             Phase::Serving(disk) => Some((entry.spec.name.as_str(), disk)),
             _ => None,
         })
+    }
+
+    /// The names of the disks that are published together with one, itself among them.
+    fn published_with(&self, name: &str) -> Vec<String> {
+        let tier_of = |entry: &Entry| entry.tier.as_ref().map(|(tier, _)| Arc::as_ptr(tier));
+        let Some(tier) = self.entry(name).and_then(tier_of) else { return vec![name.to_owned()] };
+        let others = self.disks.iter().filter(|entry| tier_of(entry) == Some(tier));
+        others.map(|entry| entry.spec.name.clone()).collect()
     }
 
     fn set_phase(&mut self, name: &str, phase: Phase) {

@@ -203,6 +203,14 @@ pub enum SpecError {
         /// Its key.
         key: &'static str,
     },
+    /// A group that cannot be called so.
+    #[error(
+        "'{group}' is no group's name: that has 1 to 200 letters, digits, dots, dashes and underscores, and begins with no dot"
+    )]
+    Group {
+        /// What was asked for.
+        group: String,
+    },
     /// A right to write for everybody, and rights for some.
     #[error("'rw' is for all clients of an export, and 'allow' names some: say rw with those that may write")]
     WritersTwice,

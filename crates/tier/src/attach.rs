@@ -10,7 +10,6 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::Path;
 use std::sync::Arc;
 
-use vmstrata_disk::snapshot::now_ns;
 use vmstrata_disk::{AtomicFile, Disk, Format, LayerHead, OpenOptions, Resources, probe_layer};
 use vmstrata_qcow2::create::new_image;
 use vmstrata_qcow2::{CreateOptions, Incompatible, NewBacking};
@@ -19,7 +18,7 @@ use vmstrata_store::FileId;
 
 use crate::dense::ship_state;
 use crate::error::{Error, Result};
-use crate::head::{DiskState, Epoch, EpochNumber, ObjectId};
+use crate::head::{DiskState, Epoch, ObjectId};
 use crate::object::adopt;
 use crate::place::{Place, sync_directory};
 
@@ -54,7 +53,8 @@ fn why_not(head: &LayerHead) -> Option<String> {
     (header.crypt_method != 0).then(|| "it is encrypted".to_owned())
 }
 
-/// Gives the image at the disk's path a name in the repository, or ships it where that is no directory. Returns the epoch that it is, and what keeps others from writing it.
+/// Gives the image at the disk's path a name in the repository, or ships it where that is no directory. Returns what the first epoch has of
+/// it, and what keeps others from writing it.
 ///
 /// # Errors
 /// An image that cannot become a layer, or that is in use; whatever the host reports.
@@ -63,7 +63,7 @@ pub(crate) fn attach(
     repository: &dyn Repository,
     open: &OpenOptions,
     resources: &Arc<Resources>,
-) -> Result<(Epoch, Arc<Disk>)> {
+) -> Result<(DiskState, Arc<Disk>)> {
     let path = &place.path;
     check_image(path)?;
     // Without `force`: an image that has this one as its backing file would read each new epoch.
@@ -82,9 +82,7 @@ pub(crate) fn attach(
             .map_err(Error::of_file(path, "name it in its repository"))?;
         adopt(repository, id)?
     };
-    let number = EpochNumber::NONE.next();
-    let disk = DiskState { name: place.name(), size: held.size(), objects: vec![layer] };
-    Ok((Epoch { number, time_ns: now_ns(), disks: vec![disk] }, held))
+    Ok((DiskState { name: place.name(), size: held.size(), objects: vec![layer] }, held))
 }
 
 /// Has the first layer refuse writes by its mode, as all published files do.

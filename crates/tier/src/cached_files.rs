@@ -16,8 +16,8 @@ use vmstrata_store::{FileIdentity, Gate};
 
 use crate::cache::Cache;
 use crate::error::{Error, Result};
+use crate::group::beside;
 use crate::head::Object;
-use crate::place::beside;
 use crate::remote::{OnMissing, Remote, identity_of};
 
 /// See the module documentation.

@@ -9,36 +9,36 @@ use vmstrata_repo::Repository;
 use vmstrata_types::ClusterBits;
 
 use crate::attach::{attach, check_image, is_detached, point_at, seal};
+use crate::cuts::Cut;
 use crate::error::{Error, Result};
 use crate::head::{Epoch, EpochNumber, Head, OwnerId};
+use crate::look::newest;
 use crate::place::{Copy, Place};
 use crate::publisher::{Claim, Publisher};
 use crate::stand;
 use crate::states::find_state;
 use crate::whole::newest_whole;
 
-/// An epoch on this host.
-#[derive(Clone, Debug)]
-pub(crate) struct Cut {
-    pub(crate) number: EpochNumber,
-    pub(crate) layer: PathBuf,
-    pub(crate) time_ns: u64,
-    pub(crate) size: u64,
-}
-/// Claims a disk for this host's copy of it. There is one when this returns. The disk is published in what `watched` makes of its
-/// repository.
+/// Claims a disk, or those of a group, for this host's copy. There is one when this returns. They are published in what `watched` makes of
+/// their repository. `opens` says how each disk is opened.
 ///
 /// # Errors
 /// As [`crate::Tiered::open`].
 pub(crate) fn claim(
     place: &Place,
-    open: &OpenOptions,
+    opens: &[OpenOptions],
     resources: &Arc<Resources>,
     watched: impl FnOnce(Arc<dyn Repository>) -> Arc<dyn Repository>,
 ) -> Result<(Copy, Publisher)> {
+    place.check_links()?;
     let repository = place.open_repository()?;
-    if repository.is_none() {
-        check_image(&place.path)?;
+    match &repository {
+        Some(repository) => {
+            if let Some(head) = newest(&**repository)? {
+                place.check_disks(&head.epoch)?;
+            }
+        }
+        None => place.members().iter().try_for_each(|member| check_image(&member.path))?,
     }
     let mut copy = Copy::hold(place)?;
     let base = copy.record().and_then(|record| record.base);
@@ -63,16 +63,17 @@ pub(crate) fn claim(
     };
     let claim = if base.is_some() { Claim::Resume } else { Claim::First };
     let mut publisher = Publisher::claim(watched(repository), owner, claim)?;
+    place.check_disks(&publisher.head().epoch)?;
     place.show(&publisher.head().epoch)?;
     if base.is_some() && place.remote()?.is_some() {
         let stands_on = stand::epochs_of(&**publisher.repository(), owner)?;
         stands_on.iter().try_for_each(|epoch| place.show(epoch))?;
     }
     match base {
-        None => make_copy(&mut copy, place, &mut publisher, open, resources)?,
+        None => make_copy(&mut copy, place, &mut publisher, opens, resources)?,
         Some(base) => {
             let epoch = publisher.head().epoch.number;
-            if !holds(place, open, base, epoch)? {
+            if !holds(place, base, epoch)? {
                 return Err(Error::OldCopy { copy: place.local.clone(), epoch });
             }
         }
@@ -80,8 +81,8 @@ pub(crate) fn claim(
     Ok((copy, publisher))
 }
 
-/// Takes a disk over, of which another host has published the newest epoch. Whoever asks has made sure that this host is off, and
-/// what it did not publish is lost. Where the NAS has lost the newest epochs, the disk goes back to the newest that is whole, with a
+/// Takes a disk over, with those of its group, of which another host has published the newest epoch. Whoever asks has made sure that this host is off, and
+/// what it did not publish is lost. Where the NAS has lost the newest epochs, the disks go back to the newest that is whole, with a
 /// warning; this host's own copy then publishes again what it has. Returns the head that begins the new generation, and where an earlier copy on this host was put.
 ///
 /// # Errors
@@ -95,13 +96,13 @@ pub fn take_over(
     let repository = place.open_repository()?.ok_or_else(no_head)?;
     let whole = newest_whole(&*repository)?.ok_or_else(no_head)?;
     let newest = &whole.head;
+    place.check_disks(&newest.epoch)?;
     let (mut copy, mut aside) = (Copy::hold(place)?, None);
     place.show(&newest.epoch)?;
     // One without a base was never written.
     if let Some((owner, base)) = copy.record().and_then(|record| Some((record.owner, record.base?))) {
-        let is_whole =
-            || Ok::<_, Error>(place.disk().exists() && holds(place, open, base, newest.epoch.number)?);
-        if owner == newest.owner && is_whole()? {
+        let is_there = place.members().iter().all(|member| member.disk().exists());
+        if owner == newest.owner && is_there && holds(place, base, newest.epoch.number)? {
             if whole.lost.is_empty() {
                 return Err(Error::OwnCopy { copy: place.local.clone() });
             }
@@ -115,54 +116,74 @@ pub fn take_over(
     let owner = OwnerId::draw();
     copy.note(owner, None)?;
     let mut publisher = Publisher::take_over(repository, owner, &whole)?;
-    make_copy(&mut copy, place, &mut publisher, open, resources)?;
+    place.check_disks(&publisher.head().epoch)?;
+    let opens = vec![open.clone(); place.members().len()];
+    make_copy(&mut copy, place, &mut publisher, &opens, resources)?;
     Ok((publisher.head().clone(), aside))
 }
 
-/// Has a disk that is not served become what it was at a snapshot, as its next epoch. What it was until now stays in the directory that
+/// Has a disk that is not served, with those of its group, become what it was at a snapshot, as its next epoch. What it was until now stays in the directory that
 /// is returned.
 ///
 /// # Errors
 /// [`Error::NoState`]; as [`crate::Tiered::open`]; as [`take_over`]: then the disk has to be taken over.
 pub fn revert(place: &Place, name: &str, open: &OpenOptions, resources: &Arc<Resources>) -> Result<PathBuf> {
-    let (copy, mut publisher) = claim(place, open, resources, |repository| repository)?;
-    let newest = cuts(&place.disk(), &open_options(place, open))?.last().map(|cut| cut.number);
-    let number = publisher.head().epoch.number.max(newest.unwrap_or(EpochNumber::NONE)).next();
+    let members = place.members();
+    let opens = vec![open.clone(); members.len()];
+    let (copy, mut publisher) = claim(place, &opens, resources, |repository| repository)?;
+    let mut newest = publisher.head().epoch.number;
+    for member in members {
+        let last = cuts(&member.disk(), &open_options(&member, open))?.last().map(|cut| cut.number);
+        newest = newest.max(last.unwrap_or(EpochNumber::NONE));
+    }
+    let number = newest.next();
     let state = find_state(&**publisher.repository(), name, now_ns())?;
+    place.check_disks(&state)?;
     publisher.publish(Epoch { number, time_ns: now_ns(), ..state })?;
     drop((copy, publisher));
     let (_, aside) = take_over(place, open, resources)?;
     Ok(aside.expect("the copy that was claimed"))
 }
 
-/// Makes the layer of this host that takes writes, on what is published; of a disk of which nothing is, its image first.
+/// Makes each disk's layer of this host that takes writes, on what is published; of disks of which nothing is, of their images first.
 fn make_copy(
     copy: &mut Copy,
     place: &Place,
     publisher: &mut Publisher,
-    open: &OpenOptions,
+    opens: &[OpenOptions],
     resources: &Arc<Resources>,
 ) -> Result<()> {
+    let members = place.members();
     if publisher.head().epoch.number == EpochNumber::NONE {
-        let (epoch, _held) = attach(place, &**publisher.repository(), open, resources)?;
+        place.make_links()?;
+        let images = members.iter().zip(opens);
+        let attached =
+            images.map(|(member, open)| attach(member, &**publisher.repository(), open, resources));
+        let (mut disks, _held): (Vec<_>, Vec<_>) = attached.collect::<Result<Vec<_>>>()?.into_iter().unzip();
+        disks.sort_by(|one, other| one.name.cmp(&other.name));
+        let epoch = Epoch { number: EpochNumber::NONE.next(), time_ns: now_ns(), disks };
         publisher.publish(epoch.clone())?;
-        seal(place, &epoch)?;
-        point_at(place, &epoch)?;
+        for member in &members {
+            seal(member, &epoch)?;
+            point_at(member, &epoch)?;
+        }
     }
     let (owner, epoch) = (publisher.head().owner, &publisher.head().epoch);
     place.show(epoch)?;
     stand::pin_for(&**publisher.repository(), publisher.head())?;
-    let state = place.state(epoch);
-    let options = CreateOptions {
-        size: Some(state.size),
-        cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
-        subclusters: open.subclusters,
-        backing: Some((place.layer(state.newest()), Format::Qcow2)),
-        // Nobody has written to one that is there: the copy has no base.
-        force: true,
-        ..CreateOptions::default()
-    };
-    create_on(&place.disk(), &options, &*place.opener())?;
+    for (member, open) in members.iter().zip(opens) {
+        let state = member.state(epoch);
+        let options = CreateOptions {
+            size: Some(state.size),
+            cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
+            subclusters: open.subclusters,
+            backing: Some((place.layer(state.newest()), Format::Qcow2)),
+            // Nobody has written to one that is there: the copy has no base.
+            force: true,
+            ..CreateOptions::default()
+        };
+        create_on(&member.disk(), &options, &*place.opener())?;
+    }
     copy.note(owner, Some(epoch.number))
 }
 
@@ -188,13 +209,16 @@ pub(crate) fn cuts(disk: &Path, open: &OpenOptions) -> Result<Vec<Cut>> {
     Ok(cuts)
 }
 
-/// Whether the copy has the state of this epoch: because it was made on it, or as a layer, or below one of its own.
-pub(crate) fn holds(
-    place: &Place,
-    open: &OpenOptions,
-    base: EpochNumber,
-    epoch: EpochNumber,
-) -> Result<bool> {
-    let layers = || cuts(&place.disk(), &open_options(place, open));
-    Ok(base == epoch || base < epoch && layers()?.iter().any(|cut| cut.number >= epoch))
+/// Whether the copy has the state of this epoch: because it was made on it, or as a layer of each disk, or below one.
+pub(crate) fn holds(place: &Place, base: EpochNumber, epoch: EpochNumber) -> Result<bool> {
+    if base >= epoch {
+        return Ok(base == epoch);
+    }
+    for member in place.members() {
+        let layers = cuts(&member.disk(), &open_options(&member, &OpenOptions::default()))?;
+        if layers.iter().all(|cut| cut.number < epoch) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }

@@ -64,6 +64,15 @@ pub fn ship_state(
     ship_merged(repository, state, &[state], below, options, resources, &AtomicBool::new(false))
 }
 
+/// Whether a frozen layer with tables says nothing: its disk was not written since the layer below.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(crate) fn says_nothing(layer: &Path, resources: &Arc<Resources>) -> Result<bool> {
+    let layer = FrozenLayer::open(layer, Some(Format::Qcow2), resources)?;
+    Ok(!layer.has_tables(0, usize::MAX)?.contains(&true))
+}
+
 /// As [`ship_state`], but several layers as one: `layers`, lowest first, say what has changed since the state of `below`, and bytes
 /// come from `state`, which may be another chain for the same state. Ends soon once it is given up.
 ///

@@ -30,10 +30,11 @@ use vmstrata_types::ClusterBits;
 use crate::attach::{check_own, is_detached, write_overlay};
 use crate::copies::{cuts, holds, open_options};
 use crate::error::{Error, Result};
+use crate::group::beside;
 use crate::head::{Epoch, Head, ObjectId, is_object_name};
 use crate::look::newest;
 use crate::pin::{Pin, Purpose};
-use crate::place::{Copy, Place, beside, make_private, sync_directory};
+use crate::place::{Copy, Place, make_private, sync_directory};
 use crate::publisher::{Claim, Publisher};
 
 /// Ends the name of the directory with the layers of an image that was a tiered disk.
@@ -71,7 +72,7 @@ impl Detach {
     /// then on.
     ///
     /// # Errors
-    /// [`Error::NotAllPublished`]; [`Error::IsRead`]; [`Error::Held`] for a disk that is served; [`Error::Fenced`]; a disk that is not tiered, or not by this
+    /// [`Error::Grouped`]; [`Error::NotAllPublished`]; [`Error::IsRead`]; [`Error::Held`] for a disk that is served; [`Error::Fenced`]; a disk that is not tiered, or not by this
     /// host; whatever host and repository report.
     pub fn begin(
         place: &Place,
@@ -79,6 +80,10 @@ impl Detach {
         open: &OpenOptions,
         resources: &Arc<Resources>,
     ) -> Result<Self> {
+        if let Some(group) = place.group_name() {
+            let what = "its disks are not detached; copy each with `qemu-img convert`, from its path";
+            return Err(Error::Grouped { group: group.to_owned(), what });
+        }
         let mut detach = Self {
             place: place.clone(),
             copy: None,
@@ -101,7 +106,7 @@ impl Detach {
         };
         let publisher = Publisher::claim(repository, record.owner, Claim::Resume)?;
         let epoch = publisher.head().epoch.clone();
-        if !holds(place, open, base, epoch.number)? {
+        if !holds(place, base, epoch.number)? {
             return Err(Error::OldCopy { copy: place.local.clone(), epoch: epoch.number });
         }
         refuse_readers(&**publisher.repository())?;

@@ -8,8 +8,7 @@
 //!
 //! One thread does all of it, beside the data path. It cuts so that a write is published before it is as old as the window, or when the guest
 //! has written so many bytes, or when a flush waits to be published; never while an epoch waits to be published, so a repository that does not answer
-//! makes one epoch longer, not the chain. Whoever takes a snapshot cuts the disk without that thread, which may be stuck in a repository, and leaves
-//! it a name to give ([`Pending`]). A second thread watches the loss window, and slows the guest: [`Window`]. What the first could not publish
+//! makes one epoch longer, not the chain. A second thread watches the loss window, and slows the guest: [`Window`]. What the first could not publish
 //! it tries again, in order, also after a restart: an epoch is a snapshot of the local disk whose name has its number, and the newest head
 //! says which numbers are published.
 //!
@@ -19,23 +18,22 @@
 //! Invariants: epochs are published in the order in which they were cut, each once; a copy that was fenced takes no more writes
 //! and publishes nothing, and keeps its layers. Lock order: the epochs of this host, the orders, the window's state.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use vmstrata_disk::merge::{Merge, MergeOptions, Selection};
 use vmstrata_disk::snapshot::{SnapshotInfo, now_ns};
-use vmstrata_disk::{Disk, Durability, OpenOptions, Pace, Resources, Taken, WhenDurable};
+use vmstrata_disk::{Disk, Durability, OpenOptions, Pace, Resources, WhenDurable, snapshot_together};
 use vmstrata_repo::Repository;
 use vmstrata_types::told;
 
 use crate::attach::point_at;
-use crate::copies::{Cut, cuts, open_options};
-use crate::dense::ship_state;
+use crate::cuts::{Cut, Cuts};
 use crate::error::{Error, Result};
 use crate::flushes::Flushes;
-use crate::head::{Epoch, EpochNumber, Head, OBJECTS_MAX};
-use crate::merger::{Ground, Merger};
+use crate::head::{DiskState, EpochNumber, Head, OBJECTS_MAX, Object, ObjectId};
+use crate::member::Member;
 use crate::meter::Meter;
 use crate::mount;
 use crate::pending::{CutState, Pending};
@@ -65,28 +63,9 @@ pub(crate) struct Shared {
     pub(crate) watched: Condvar,
     pub(crate) window: Window,
     pub(crate) pending: Pending,
+    /// Held by who cuts the disks: the engine, or who takes a snapshot, for whom it may be too busy.
     cuts: Mutex<Cuts>,
     meter: Arc<Meter>,
-}
-
-/// The epochs of this host. Who cuts the disk holds them: the engine, or who takes a snapshot, for whom it may be too busy.
-#[derive(Debug)]
-struct Cuts {
-    /// Those that are layers of the local disk, oldest first.
-    layers: Vec<Cut>,
-    /// What was published when the engine began.
-    begun: EpochNumber,
-}
-
-impl Cuts {
-    /// The newest epoch, on this host or published.
-    fn newest(&self) -> EpochNumber {
-        self.layers.last().map_or(self.begun, |cut| cut.number.max(self.begun))
-    }
-
-    fn above(&self, published: EpochNumber) -> impl Iterator<Item = &Cut> {
-        self.layers.iter().filter(move |cut| cut.number > published)
-    }
 }
 
 #[derive(Debug)]
@@ -103,15 +82,16 @@ pub(crate) struct Orders {
 }
 
 impl Shared {
-    fn new(place: &Place, head: &Head, window: Window, cuts: Vec<Cut>, meter: Arc<Meter>) -> Result<Self> {
+    fn new(place: &Place, head: &Head, window: Window, cuts: Cuts, meter: Arc<Meter>) -> Result<Self> {
         let status = TierStatus {
+            group: place.group_name().map(str::to_owned),
             repository: place.repository.clone(),
             local: place.local.clone(),
             owner: head.owner,
             generation: head.generation,
             epoch: head.epoch.number,
             epoch_time_ns: head.epoch.time_ns,
-            layers: place.state(&head.epoch).objects.len(),
+            layers: head.epoch.objects().count(),
             state: TierState::Publishing,
             window: WindowStatus::default(),
             cache: None,
@@ -129,23 +109,33 @@ impl Shared {
             status,
         };
         let [changed, watched] = [Condvar::new(), Condvar::new()];
-        let cuts = Mutex::new(Cuts { layers: cuts, begun: head.epoch.number });
-        let (orders, pending) = (Mutex::new(orders), Pending::of(&place.local)?);
+        let (orders, cuts) = (Mutex::new(orders), Mutex::new(cuts));
+        let pending = Pending::of(&place.local)?;
         Ok(Self { orders, changed, watched, window, pending, cuts, meter })
     }
 
-    /// Cuts off what was written until now, if anything was.
-    pub(crate) fn cut(&self, disk: &Disk) -> Result<CutState> {
+    /// Cuts off what was written to the disks until now, at one instant, if anything was.
+    pub(crate) fn cut(&self, disks: &[Arc<Disk>]) -> Result<CutState> {
         let mut cuts = self.cuts.lock();
-        if !self.window.is_dirty(disk) {
+        if !self.window.is_dirty(disks) && !cuts.is_torn() {
             return Ok(CutState { epoch: cuts.newest(), pause: Duration::ZERO });
         }
         let number = cuts.newest().next();
-        let (size, time_ns) = (disk.size(), now_ns());
+        let time_ns = now_ns();
         let (name, labels) = (number.snapshot_name(), Vec::new());
         let info = SnapshotInfo { name, taken_ns: time_ns, labels, group: None, origin: None };
-        let Taken { layer, pause, .. } = self.window.cut(disk, || disk.snapshot(&info))?;
-        cuts.layers.push(Cut { number, layer, time_ns, size });
+        let sizes: Vec<u64> = disks.iter().map(|disk| disk.size()).collect();
+        let all: Vec<&Disk> = disks.iter().map(|disk| &**disk).collect();
+        let taken = self.window.cut(disks, || {
+            let taken = snapshot_together(&all, &info)?;
+            all.iter().try_for_each(|disk| disk.finalize())?;
+            Ok::<_, vmstrata_disk::Error>(taken)
+        });
+        // Else some of them may have it.
+        let taken = taken.inspect_err(|_| cuts.failed(number))?;
+        let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();
+        let layers = taken.into_iter().zip(sizes);
+        cuts.add(layers.map(|(taken, size)| Cut { number, layer: taken.layer, time_ns, size }));
         self.show(&cuts);
         Ok(CutState { epoch: number, pause })
     }
@@ -153,7 +143,8 @@ impl Shared {
     /// Shows what is not published.
     fn show(&self, cuts: &Cuts) {
         let published = self.orders.lock().status.epoch;
-        self.window.set_pending(cuts.above(published).map(|cut| cut.layer.clone()).collect());
+        let layers = |number| cuts.of(number).map(|cut| cut.layer.clone()).collect::<Vec<_>>();
+        self.window.set_pending(cuts.above(published).into_iter().flat_map(layers).collect());
     }
 
     pub(crate) fn status(&self) -> TierStatus {
@@ -171,8 +162,8 @@ impl Shared {
     }
 
     /// Watches the loss window until the engine has ended.
-    pub(crate) fn watch(&self, disk: &Disk) {
-        let mut watch = Watch::new(disk);
+    pub(crate) fn watch(&self, disks: &[Arc<Disk>]) {
+        let mut watch = Watch::new(disks);
         loop {
             let tick = Watch::tick(&self.window);
             let mut orders = self.orders.lock();
@@ -183,12 +174,12 @@ impl Shared {
                 break;
             }
             drop(orders);
-            watch.look(&self.window, disk, &self.meter);
-            if self.window.is_cut_due(disk) {
+            watch.look(&self.window, disks, &self.meter);
+            if self.window.is_cut_due(disks) {
                 self.changed.notify_all();
             }
         }
-        disk.pace(Pace::Free);
+        disks.iter().for_each(|disk| disk.pace(Pace::Free));
     }
 }
 
@@ -204,25 +195,33 @@ impl Durability for Shared {
     }
 }
 
-/// The thread that publishes a disk.
+/// The thread that publishes a disk, or the disks of a group.
 pub(crate) struct Engine {
     shared: Arc<Shared>,
     place: Place,
-    open: OpenOptions,
-    resources: Arc<Resources>,
-    disk: Arc<Disk>,
+    members: Vec<Member>,
+    /// Those of the members.
+    disks: Vec<Arc<Disk>>,
     publisher: Publisher,
-    merger: Merger,
-    /// Keeps what this host's copy stands on.
-    pin: Option<Pin>,
+    /// What was shipped of the epoch that is published next.
+    shipped: Shipped,
+    /// Keep what this host's copy stands on; `None` where one is missing.
+    pins: Option<Vec<Pin>>,
     /// When it was last looked for what may be deleted.
     swept: Instant,
-    /// What the disk's path leads to, since when.
+    /// What the paths of the disks lead to, since when.
     pointed: (EpochNumber, Instant),
     /// Failures since something was published.
     failures: u32,
     retry_at: Option<Instant>,
     copy: Copy,
+}
+
+/// What was shipped of an epoch.
+struct Shipped {
+    epoch: EpochNumber,
+    /// Of the first disks: the layer that each stands on, and what was shipped, if it was written.
+    layers: Vec<(ObjectId, Option<Object>)>,
 }
 
 /// What a disk is published with.
@@ -250,65 +249,70 @@ impl Drop for Engine {
 }
 
 impl Engine {
-    /// Opens this host's copy of a disk, which it publishes once it runs.
+    /// Opens this host's copy of the disks, which it publishes once it runs. `opens` says how each disk is opened.
     pub(crate) fn new(
         place: &Place,
         options: TierOptions,
-        open: &OpenOptions,
+        opens: &[OpenOptions],
         resources: &Arc<Resources>,
         held: Held,
-    ) -> Result<(Arc<Disk>, Self)> {
+    ) -> Result<Self> {
         let Held { copy, mut publisher, meter, merges } = held;
         publisher.keep(options.epochs);
         let head = publisher.head();
-        point_at(place, &head.epoch)?;
-        let open = open_options(place, open);
-        let disk = Disk::open(&place.disk(), &open, resources)?;
-        let pin = stand::border(&disk, &place.repository)
-            .map(|(below, _)| stand::pin_of(&**publisher.repository(), head.owner, below));
-        let pin = pin.transpose()?.flatten();
-        if pin.is_none() {
+        place.make_links()?;
+        let open = |(place, open): (Place, &OpenOptions)| {
+            point_at(&place, &head.epoch)?;
+            Member::open(place, open, resources, merges.clone())
+        };
+        let members = place.members().into_iter().zip(opens).map(open).collect::<Result<Vec<_>>>()?;
+        let disks: Vec<Arc<Disk>> = members.iter().map(|member| member.disk.clone()).collect();
+        let pins = pins(&members, &publisher)?;
+        if pins.is_none() {
             let repository = place.repository.display();
-            tracing::error!(%repository, "the pin is gone that keeps what this host's copy stands on: nothing is deleted");
+            tracing::error!(%repository, "a pin is gone that keeps what this host's copy stands on: nothing is deleted");
         }
-        let merger = Merger::new(Ground {
-            repository: merges,
-            place: place.clone(),
-            open: open.clone(),
-            resources: resources.clone(),
-        });
-        let cuts = cuts(disk.path(), &open)?;
-        let is_pending = cuts.iter().any(|cut| cut.number > head.epoch.number);
+        let cuts = members.iter().map(Member::cuts).collect::<Result<Vec<_>>>()?;
+        let size_of = |(member, cuts): (&Member, &Vec<Cut>)| {
+            cuts.last().map_or(member.place.state(&head.epoch).size, |cut| cut.size)
+        };
+        let sizes = members.iter().zip(&cuts).map(size_of).collect();
+        let cuts = Cuts::new(cuts, head.epoch.number);
         let unknown_since = |is_so: bool| is_so.then(|| Moment::at_ns(head.epoch.time_ns));
         let begin = Begin {
-            size: cuts.last().map_or(place.state(&head.epoch).size, |cut| cut.size),
-            dirty: unknown_since(disk.has_written()),
-            pending: unknown_since(is_pending),
+            title: place.to_string(),
+            sizes,
+            dirty: unknown_since(cuts.is_torn() || disks.iter().any(|disk| disk.has_written())),
+            pending: unknown_since(!cuts.above(head.epoch.number).is_empty()),
         };
         let holds_flushes = options.durability != DurableAt::Host || options.on_outage == OnOutage::Stall;
-        let window = Window::new(options, publisher.repository().device(), &disk, begin);
+        let window = Window::new(options, publisher.repository().device(), &disks, begin);
         let shared = Arc::new(Shared::new(place, head, window, cuts, meter)?);
         if holds_flushes {
-            disk.hold_flushes(Some(shared.clone()));
+            disks.iter().for_each(|disk| disk.hold_flushes(Some(shared.clone())));
         }
-        let engine = Engine {
+        let engine = Self {
             shared,
-            merger,
-            pin,
+            members,
+            disks,
+            shipped: Shipped { epoch: EpochNumber::NONE, layers: Vec::new() },
+            pins,
             swept: Instant::now(),
             pointed: (head.epoch.number, Instant::now()),
             failures: 0,
             retry_at: None,
             place: place.clone(),
-            open,
-            resources: resources.clone(),
-            disk: disk.clone(),
             publisher,
             copy,
         };
         engine.forget_indices();
         engine.report();
-        Ok((disk, engine))
+        Ok(engine)
+    }
+
+    /// The disks, in the order of their places.
+    pub(crate) fn disks(&self) -> &[Arc<Disk>] {
+        &self.disks
     }
 
     pub(crate) fn shared(&self) -> Arc<Shared> {
@@ -321,7 +325,7 @@ impl Engine {
 
     pub(crate) fn run(mut self) {
         while let Some((asked, is_asked)) = self.wait() {
-            self.shared.window.look(&self.disk);
+            self.shared.window.look(&self.disks);
             if !is_asked && !self.is_due() {
                 continue;
             }
@@ -357,30 +361,30 @@ impl Engine {
         let is_wanted = || {
             waits
                 || window.is_pending()
-                || window.is_cut_due(&self.disk)
-                || self.merger.is_ready()
+                || window.is_cut_due(&self.disks)
+                || self.members.iter().any(|member| member.merger.is_ready())
                 || self.swept.elapsed() >= SWEEP_EVERY
                 || !self.shared.pending.due(self.publisher.head().epoch.number).is_empty()
         };
         (waits || !window.is_held()) && self.retry_at.map_or_else(is_wanted, |at| Instant::now() >= at)
     }
 
-    /// Publishes what waits, and cuts the disk if that is due, or if flushes wait for that.
+    /// Publishes what waits, and cuts the disks if that is due, or if flushes wait for that.
     fn pass(&mut self) -> Result<()> {
+        self.mend()?;
         self.publisher.settle()?;
         self.publish_all()?;
         let waits = self.shared.orders.lock().flushes.begin();
         let window = &self.shared.window;
-        if waits || window.is_cut_due(&self.disk) {
-            self.shared.cut(&self.disk)?;
+        if waits || window.is_cut_due(&self.disks) {
+            self.shared.cut(&self.disks)?;
             self.publish_all()?;
         }
         self.shared.orders.lock().flushes.published();
         self.name_published()?;
         match self.bound() {
             Err(error) if !matches!(error, Error::Fenced { .. }) => {
-                let disk = self.place.path.display();
-                tracing::warn!(%disk, "its layers in the repository are not merged or deleted: {}", told(&error));
+                tracing::warn!(disk = %self.place, "its layers in the repository are not merged or deleted: {}", told(&error));
                 Ok(())
             }
             bounded => bounded,
@@ -391,10 +395,11 @@ impl Engine {
     fn bound(&mut self) -> Result<()> {
         let merged = self.merge_layers().and_then(|()| self.stand());
         if merged.is_err() {
-            self.merger.give_up().into_iter().for_each(|id| self.publisher.discard(id));
+            let written = self.members.iter_mut().flat_map(|member| member.merger.give_up());
+            written.for_each(|id| self.publisher.discard(id));
         }
         merged?;
-        if self.pin.is_some() && self.swept.elapsed() >= SWEEP_EVERY {
+        if self.pins.is_some() && self.swept.elapsed() >= SWEEP_EVERY {
             self.swept = Instant::now();
             let layers = self.publisher.sweep()?;
             if layers > 0 {
@@ -405,50 +410,55 @@ impl Engine {
         Ok(())
     }
 
-    /// Goes on merging layers of the repository, and publishes the chain that has come out of it.
+    /// Goes on merging layers of the repository, of one disk at a time, and publishes the chain that has come out of it.
     fn merge_layers(&mut self) -> Result<()> {
-        let head = &self.publisher.head().epoch;
-        let chain = &self.place.state(head).objects;
-        let newest = self.place.state(head).newest();
-        let cuts = self.shared.cuts.lock();
-        let on_host = cuts.layers.iter().find(|cut| cut.number == head.number).map(|cut| cut.layer.clone());
-        drop(cuts);
-        let state = on_host.unwrap_or_else(|| self.place.layer(newest));
-        let Some(objects) = self.merger.go_on(chain, state)? else { return Ok(()) };
-        let (before, after) = (chain.len(), objects.len());
-        let mut epoch = head.clone();
-        epoch.disks[0].objects = objects;
-        self.publisher.publish(epoch)?;
-        let repository = self.publisher.repository().describe();
-        tracing::info!(repository, before, after, "layers are merged");
-        self.report();
+        for at in 0..self.members.len() {
+            let mut others = self.members.iter().enumerate().filter(|(other, _)| *other != at);
+            if others.any(|(_, other)| other.merger.is_under_way()) {
+                continue;
+            }
+            let mut epoch = self.publisher.head().epoch.clone();
+            let cuts = self.shared.cuts.lock();
+            let on_host = cuts.of_disk(at).iter().find(|cut| cut.number == epoch.number);
+            let on_host = on_host.map(|cut| cut.layer.clone());
+            drop(cuts);
+            let member = &mut self.members[at];
+            let Some(objects) = member.merge_layers(&epoch, on_host)? else { continue };
+            let chain = &mut member.place.state_mut(&mut epoch).objects;
+            let (before, after) = (chain.len(), objects.len());
+            *chain = objects;
+            self.publisher.publish(epoch)?;
+            let repository = self.publisher.repository().describe();
+            tracing::info!(repository, before, after, "layers are merged");
+            self.report();
+        }
         Ok(())
     }
 
     /// Lets go of layers that are kept for this host's copy alone.
     fn stand(&mut self) -> Result<()> {
-        let head = &self.publisher.head().epoch;
-        let is_wasteful = |pin: &Pin| stand::is_wasteful(pin, head);
-        let Some((_, Some(lowest))) = self
-            .pin
-            .as_ref()
-            .filter(|pin| is_wasteful(pin))
-            .and_then(|_| stand::border(&self.disk, &self.place.repository))
-        else {
+        let head = self.publisher.head();
+        let is_wasteful = |pins: &Vec<Pin>| stand::is_wasteful(pins, &head.epoch);
+        if !self.pins.as_ref().is_some_and(is_wasteful) {
             return Ok(());
-        };
-        self.place.show(head)?;
-        let repository = &**self.publisher.repository();
-        let pin = stand::pin_for(repository, self.publisher.head())?;
-        self.disk.rebase(&lowest, &self.place.layer(self.place.state(&pin.epoch).newest()))?;
+        }
+        let lowest = self.members.iter().map(|member| member.border()?.1).collect::<Option<Vec<_>>>();
+        let Some(lowest) = lowest else { return Ok(()) };
+        self.place.show(&head.epoch)?;
+        let pin = stand::pin_for(&**self.publisher.repository(), head)?;
+        let rebased = self.members.iter().zip(&lowest).try_for_each(|(member, lowest)| {
+            let below = self.place.layer(member.place.state(&pin.epoch).newest());
+            member.disk.rebase(lowest, &below)
+        });
+        // Some may stand on new layers and some on old ones: it is tried again, and each is kept.
+        self.pins = pins(&self.members, &self.publisher)?;
         self.forget_indices();
-        let before = self.pin.replace(pin);
-        before.map_or(Ok(()), |pin| pin.release(repository))
+        Ok(rebased?)
     }
 
     /// Deletes indices of layers that were let go of, if that can be done.
     fn forget_indices(&self) {
-        if let Err(error) = stand::forget_indices(&self.disk, &self.place.local) {
+        if let Err(error) = stand::forget_indices(&self.disks, &self.place.local) {
             let copy = self.place.local.display();
             tracing::warn!(%copy, %error, "indices of layers that it does not stand on any more stay");
         }
@@ -459,13 +469,13 @@ impl Engine {
         let points = is_asked || self.pointed.1.elapsed() >= POINT_EVERY;
         let pointed = if points { self.point() } else { Ok(()) };
         if let Err(error) = pointed.and_then(|()| self.merge_published()) {
-            tracing::warn!(disk = %self.place.path.display(), "published, and not tidied up: {}", told(&error));
+            tracing::warn!(disk = %self.place, "published, and not tidied up: {}", told(&error));
         }
     }
 
     /// Notes what became of a pass. Returns whether there will be others.
     fn settle(&mut self, asked: Option<u64>, passed: Result<()>) -> bool {
-        let disk = self.place.path.display();
+        let disk = &self.place;
         self.shared.window.set_failing(passed.is_err());
         let Err(error) = passed else {
             let mut orders = self.shared.orders.lock();
@@ -482,7 +492,7 @@ impl Engine {
         let why = told(&error) + &advice.unwrap_or_default();
         let is_fenced = matches!(error, Error::Fenced { .. });
         if is_fenced {
-            self.disk.refuse_writes(&why);
+            self.disks.iter().for_each(|disk| disk.refuse_writes(&why));
         }
         let mut orders = self.shared.orders.lock();
         if is_fenced {
@@ -514,11 +524,11 @@ impl Engine {
     /// Ships and publishes the epochs of this host that are not published, oldest first.
     fn publish_all(&mut self) -> Result<()> {
         let published = self.publisher.head().epoch.number;
-        let waiting: Vec<Cut> = self.shared.cuts.lock().above(published).cloned().collect();
-        for cut in &waiting {
+        let waiting = self.shared.cuts.lock().above(published);
+        for number in waiting {
             // Before the next one, which lets go of this state some time. The end of the pass tries again, and tells what fails.
             let _ = self.name_published();
-            self.publish(cut)?;
+            self.publish(number)?;
         }
         self.report();
         Ok(())
@@ -528,7 +538,7 @@ impl Engine {
     fn name_published(&self) -> Result<()> {
         let (repository, pending) = (&**self.publisher.repository(), &self.shared.pending);
         for snapshot in pending.due(self.publisher.head().epoch.number) {
-            let (disk, name) = (self.place.path.display(), &snapshot.name);
+            let (disk, name) = (&self.place, &snapshot.name);
             let kept = match keep(repository, &snapshot) {
                 Ok(pin) => Some(pin),
                 Err(error @ (Error::NameTaken { .. } | Error::NotKept { .. })) => {
@@ -543,45 +553,97 @@ impl Engine {
         Ok(())
     }
 
-    fn publish(&mut self, cut: &Cut) -> Result<()> {
+    fn publish(&mut self, number: EpochNumber) -> Result<()> {
         let shared = self.shared.clone();
-        shared.window.publish(&cut.layer, &shared.meter, || {
+        let cuts: Vec<Cut> = shared.cuts.lock().of(number).cloned().collect();
+        let layers: Vec<PathBuf> = cuts.iter().map(|cut| cut.layer.clone()).collect();
+        shared.window.publish(&layers, &shared.meter, || {
             let is_stopped = || shared.orders.lock().is_stopped;
             let wire = &shared.window.options().wire;
             let turn = wire.turn(self.publisher.repository().device(), &shared.meter, is_stopped);
-            let closed =
-                || Error::NotPublished(format!("{}: it is being closed", self.place.local.display()));
-            let _turn = turn.ok_or_else(closed)?;
-            self.ship_and_publish(cut)
+            let _turn = turn.ok_or_else(|| self.closed())?;
+            self.ship_and_publish(&cuts)
         })?;
         self.report();
         Ok(())
     }
 
-    fn ship_and_publish(&mut self, cut: &Cut) -> Result<()> {
+    fn closed(&self) -> Error {
+        Error::NotPublished(format!("{}: it is being closed", self.place.local.display()))
+    }
+
+    /// Publishes an epoch of which these are the layers of the disks.
+    fn ship_and_publish(&mut self, cuts: &[Cut]) -> Result<()> {
         let mut epoch = self.publisher.head().epoch.clone();
-        if epoch.objects().count() == OBJECTS_MAX {
+        if epoch.objects().count() + self.members.len() > OBJECTS_MAX {
             return Err(Error::TooManyLayers { repository: self.publisher.repository().describe() });
         }
-        let state = &mut epoch.disks[0];
-        let (repository, below) = (self.publisher.repository(), state.newest());
-        state.objects.push(ship_state(&**repository, &cut.layer, Some(below), &self.open, &self.resources)?);
-        let &Cut { number, time_ns, size, .. } = cut;
-        state.size = size;
+        let Cut { number, time_ns, .. } = cuts[0];
+        (epoch.number, epoch.time_ns) = (number, time_ns);
+        for (at, cut) in cuts.iter().enumerate() {
+            let state = self.members[at].place.state_mut(&mut epoch);
+            state.objects.extend(self.ship(at, cut, state)?);
+            state.size = cut.size;
+        }
         // A head that could not be created may still come to be: the next pass begins with it.
-        self.publisher.publish(Epoch { number, time_ns, ..epoch })?;
+        self.publisher.publish(epoch)?;
         // Else a branch would name epochs that were published.
         if let Err(error) = self.copy.change(|record| record.published = Some(number)) {
-            tracing::warn!(disk = %self.place.path.display(), "published, and not noted: {}", told(&error));
+            tracing::warn!(disk = %self.place, "published, and not noted: {}", told(&error));
         }
         Ok(())
     }
 
-    /// Makes the disk's path lead to what is published.
+    /// Ships the cut of a disk, unless that was done before another one failed.
+    fn ship(&mut self, at: usize, cut: &Cut, below: &DiskState) -> Result<Option<Object>> {
+        let newest = below.newest();
+        if self.shipped.epoch != cut.number {
+            self.shipped = Shipped { epoch: cut.number, layers: Vec::new() };
+        }
+        match self.shipped.layers.get(at) {
+            Some((stands_on, shipped)) if *stands_on == newest => return Ok(*shipped),
+            _ => {
+                let others = self.shipped.layers.drain(at..).filter_map(|(_, shipped)| shipped);
+                others.for_each(|shipped| self.publisher.discard(shipped.id));
+            }
+        }
+        let shipped = self.members[at].ship(&**self.publisher.repository(), cut, below)?;
+        self.shipped.layers.push((newest, shipped));
+        Ok(shipped)
+    }
+
+    /// Merges away what some disks have of cuts that not all have: the next cut has what they hold.
+    fn mend(&self) -> Result<()> {
+        let shared = &self.shared;
+        let torn = shared.cuts.lock().torn().clone();
+        if torn.is_empty() {
+            return Ok(());
+        }
+        for (at, member) in self.members.iter().enumerate() {
+            let left = || -> Result<Vec<EpochNumber>> {
+                let mut cuts = shared.cuts.lock();
+                cuts.relist(at, member.cuts()?);
+                Ok(cuts.torn_of(at))
+            };
+            let own = left()?;
+            if own.is_empty() {
+                continue;
+            }
+            tracing::warn!(disk = %member.place.path.display(), "not all disks of its group were cut: they are cut anew");
+            member.merge(&own, || shared.orders.lock().is_stopped)?;
+            if left()?.iter().any(|number| torn.contains(number)) {
+                return Err(self.closed());
+            }
+        }
+        shared.cuts.lock().mended(&torn);
+        Ok(())
+    }
+
+    /// Makes the paths of the disks lead to what is published.
     fn point(&mut self) -> Result<()> {
         let epoch = &self.publisher.head().epoch;
         if self.pointed.0 != epoch.number {
-            point_at(&self.place, epoch)?;
+            self.members.iter().try_for_each(|member| point_at(&member.place, epoch))?;
             self.pointed = (epoch.number, Instant::now());
         }
         Ok(())
@@ -590,30 +652,17 @@ impl Engine {
     /// Merges published epochs on this host into the newest of them.
     fn merge_published(&mut self) -> Result<()> {
         let published = self.publisher.head().epoch.number;
-        let held = self.shared.cuts.lock();
-        let done = held.layers.iter().filter(|cut| cut.number <= published);
-        let names: Vec<String> = done.map(|cut| cut.number.snapshot_name()).collect();
-        drop(held);
-        if names.len() < MERGE_AT || self.merger.is_reading() {
-            return Ok(());
-        }
-        let merged = self.merge(&names[..names.len() - 1]);
-        let mut held = self.shared.cuts.lock();
-        held.layers = cuts(self.disk.path(), &self.open)?;
-        merged
-    }
-
-    /// Merges snapshots into the layer above them, as far as there is time.
-    fn merge(&self, names: &[String]) -> Result<()> {
-        let selection = Selection::named(self.disk.path(), names, &self.open)?;
-        for range in selection.ranges(self.disk.path(), &self.open)? {
-            let mut merge = Merge::of_disk(&self.disk, range, &MergeOptions::default())?;
-            while let Some(action) = merge.select() {
-                if self.shared.orders.lock().is_stopped {
-                    return Ok(());
-                }
-                merge.apply(action)?;
+        for (at, member) in self.members.iter().enumerate() {
+            let cuts = self.shared.cuts.lock();
+            let done = cuts.of_disk(at).iter().map(|cut| cut.number).filter(|number| *number <= published);
+            let done: Vec<EpochNumber> = done.collect();
+            drop(cuts);
+            if done.len() < MERGE_AT || member.merger.is_reading() {
+                continue;
             }
+            let merged = member.merge(&done[..done.len() - 1], || self.shared.orders.lock().is_stopped);
+            self.shared.cuts.lock().relist(at, member.cuts()?);
+            merged?;
         }
         Ok(())
     }
@@ -625,9 +674,16 @@ impl Engine {
         let status = &mut orders.status;
         status.epoch = head.epoch.number;
         status.epoch_time_ns = head.epoch.time_ns;
-        status.layers = self.place.state(&head.epoch).objects.len();
+        status.layers = head.epoch.objects().count();
         drop(orders);
         self.shared.show(&self.shared.cuts.lock());
-        self.shared.window.look(&self.disk);
+        self.shared.window.look(&self.disks);
     }
+}
+
+/// The pins that keep what the disks of a copy stand on; `None` where one is missing. The others that it made are released.
+fn pins(members: &[Member], publisher: &Publisher) -> Result<Option<Vec<Pin>>> {
+    let below = members.iter().map(|member| Some(member.border()?.0)).collect::<Option<_>>();
+    let pins = below.map(|below| stand::pins_of(&**publisher.repository(), publisher.head().owner, below));
+    Ok(pins.transpose()?.flatten())
 }

@@ -144,6 +144,32 @@ pub enum Error {
         /// The repository.
         repository: String,
     },
+    /// Disks that cannot be published together.
+    #[error("group '{group}': {why}")]
+    NoGroup {
+        /// The group's name.
+        group: String,
+        /// Why not.
+        why: String,
+    },
+    /// Disks that are published together with others.
+    #[error(
+        "group '{group}': {} is published with it, and not here: serve all of its disks together", missing.join(", ")
+    )]
+    Incomplete {
+        /// The group's name.
+        group: String,
+        /// The names of the others.
+        missing: Vec<String>,
+    },
+    /// What is not done with disks of a group.
+    #[error("group '{group}': {what}")]
+    Grouped {
+        /// The group's name.
+        group: String,
+        /// What it is, and what to do.
+        what: &'static str,
+    },
     /// Another copy of the disk publishes here.
     #[error(
         "{repository}: copy {} of the disk publishes here since generation {} ({}): if its host is off, take the disk over with `vmstrata tier takeover`",
@@ -270,5 +296,11 @@ impl Error {
     /// For `map_err`: `action` with the file at `path` failed.
     pub(crate) fn of_file<'a>(path: &'a Path, action: &'static str) -> impl FnOnce(io::Error) -> Self + 'a {
         move |source| Self::File { path: path.to_owned(), action, source }
+    }
+
+    /// For `map_err`: these disks cannot be this group.
+    pub(crate) fn of_group(group: &str) -> impl FnOnce(String) -> Self {
+        let group = group.to_owned();
+        move |why| Self::NoGroup { group, why }
     }
 }

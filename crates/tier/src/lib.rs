@@ -14,6 +14,7 @@
 //! | [`window`](WindowStatus), `pacer`, `flushes` | how old the oldest write is that is not published, and what guests notice of it |
 //! | [`wire`](Wire), `meter`, `metered` | what the disks of a host share on the way to repositories, and what is seen of these |
 //! | [`dense`](ship_state) | a state of a disk as a qcow2 file that holds no more than it must |
+//! | [`group`](group_of) | which disks are published together |
 //! | [`head`](Head) | what a head says, and its bytes |
 //! | [`publisher`](Publisher) | who publishes, and that nobody else does |
 //! | [`look`](newest) | what a repository holds, and how old that knowledge may be |
@@ -38,15 +39,18 @@ mod cache;
 mod cached_files;
 mod companion;
 mod copies;
+mod cuts;
 mod dense;
 mod detach;
 mod digests;
 mod engine;
 mod error;
 mod flushes;
+mod group;
 mod head;
 mod lock;
 mod look;
+mod member;
 mod merge;
 mod merger;
 mod meter;
@@ -76,6 +80,7 @@ pub use copies::{revert, take_over};
 pub use dense::{ship_merged, ship_state};
 pub use detach::Detach;
 pub use error::{Error, Result};
+pub use group::{group_of, is_group_name, repository_of};
 pub use head::{
     DISKS_MAX, DiskState, Epoch, EpochNumber, Generation, HEAD_BYTES_MAX, Head, HeadNumber, OBJECTS_MAX,
     Object, ObjectId, OwnerId, PinId, is_object_name,
@@ -85,7 +90,7 @@ pub use merge::{LAYERS_MAX, Merge};
 pub use object::{Shipment, adopt, ship};
 pub use pending::{CutState, PendingSnapshot};
 pub use pin::{Pin, Purpose};
-pub use place::{Elsewhere, Place, repository_of};
+pub use place::{Elsewhere, Place};
 pub use publisher::{Claim, Publisher};
 pub use remote::{CachedLayer, OnMissing, Remote};
 pub use states::{age_of, find_snapshot, find_state, forget, open_state, snapshots};

@@ -73,6 +73,11 @@ impl Merger {
         self.writing.as_ref().is_some_and(|writing| !writing.thread.is_finished())
     }
 
+    /// Whether a merge has begun and is not complete.
+    pub(crate) fn is_under_way(&self) -> bool {
+        self.merge.is_some()
+    }
+
     /// Whether there is something to be done for who calls.
     pub(crate) fn is_ready(&self) -> bool {
         self.writing.as_ref().is_some_and(|writing| writing.thread.is_finished())

@@ -132,9 +132,37 @@ impl Pacer {
     }
 }
 
+/// Divides a pace among the disks of a group: each gets what its guest can use, up to an equal part, and what is left evenly.
+pub(crate) fn shares(pace: f64, guests: &[f64]) -> Vec<f64> {
+    let count = guests.len() as f64;
+    // One that is slowed, or that begins to write, has twice as much at each look.
+    let usable = |disk: usize| (2.0 * guests[disk]).max(pace * LEAST / count);
+    let mut order: Vec<usize> = (0..guests.len()).collect();
+    order.sort_by(|&one, &other| usable(one).total_cmp(&usable(other)));
+    let (mut shares, mut left) = (vec![0.0; guests.len()], pace);
+    for (number, disk) in order.into_iter().enumerate() {
+        shares[disk] = usable(disk).min(left / (count - number as f64));
+        left -= shares[disk];
+    }
+    shares.iter_mut().for_each(|share| *share += left / count);
+    shares
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn disks_that_write_share_the_pace_and_it_is_used_up() {
+        let of = |guests: &[f64]| shares(80.0, guests);
+        assert_eq!(of(&[1000.0]), [80.0]);
+        assert_eq!(of(&[1000.0, 1000.0]), [40.0, 40.0]);
+        assert_eq!(of(&[1000.0, 5.0]), [70.0, 10.0]);
+        assert_eq!(of(&[0.0, 1000.0]), [5.0, 75.0]);
+        assert_eq!(of(&[10.0, 10.0]), [40.0, 40.0]);
+        let some = of(&[1.0, 2.0, 30.0, 400.0]);
+        assert!((some.iter().sum::<f64>() - 80.0).abs() < 0.001 && some.iter().all(|share| *share > 0.0));
+    }
 
     const MIB: f64 = 1_048_576.0;
 

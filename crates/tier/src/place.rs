@@ -8,18 +8,26 @@
 //!       ID.qcow2.vmsx                        the index of a layer in the repository
 //! ```
 //!
+//! Disks of a [`group`](crate::group_of) have one repository, and one copy:
+//!
+//! ```text
+//!   /mnt/nas/vms/guest.tier/                 web.qcow2.tier and data.qcow2.tier are links to it
+//!   /var/lib/vmstrata/guest-5d01ab37/        web.qcow2, data.qcow2, and the frozen epochs of both
+//! ```
+//!
 //! Where the repository is no directory of this host, its directory is an empty one beside the copy, by whose name chains know its layers;
 //! the disk's path is that of the image that becomes the first layer, and stays as it is.
 //!
 //! Invariants: one process at a time holds a copy. `copy.json` has its owner's id before that claims the disk, and the epoch that
 //! the copy stands on once there is a layer that takes writes.
 
-use std::ffi::OsString;
+use std::fmt;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind, Write as _};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, symlink};
 use std::path::{Path, PathBuf};
+use std::slice;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,8 +37,10 @@ use vmstrata_repo::{DirectoryRepository, Repository};
 
 use crate::cached_files::{CachedFiles, LayerDirectory, ReadThrough};
 use crate::error::{Error, Result};
+use crate::group::{Group, beside, group_of, repository_of};
 use crate::head::{DiskState, Epoch, EpochNumber, ObjectId, OwnerId, as_text, is_object_name};
 use crate::lock::lock_within;
+use crate::look::newest;
 use crate::remote::Remote;
 
 const VERSION: u32 = 1;
@@ -51,7 +61,7 @@ pub struct Elsewhere {
     pub files: Arc<CachedFiles>,
 }
 
-/// The paths of a tiered disk.
+/// The paths of a tiered disk. Those of a disk that is published with others are, but for its own, the paths of all of them.
 #[derive(Clone, Debug)]
 pub struct Place {
     /// The disk's own, with no link in it.
@@ -62,20 +72,130 @@ pub struct Place {
     pub local: PathBuf,
     /// The repository, unless that is its directory.
     pub elsewhere: Option<Elsewhere>,
+    /// The disks that are published together.
+    group: Option<Group>,
     /// What layers in that directory are read through; `None` for files as all others.
     reading: Option<ReadThrough>,
 }
 
 impl Place {
-    /// The disk at `path`, of which this host keeps its copy in a directory of `tier`.
+    /// The disk at `path`, of which this host keeps its copy in a directory of `tier`. Where it is published with others, the repository
+    /// says which these are.
     ///
     /// # Errors
-    /// A path that leads nowhere.
+    /// A path that leads nowhere; a repository that cannot be read, or that has no such disk.
     pub fn of(path: &Path, tier: &Path) -> Result<Self> {
         let path = real(path).map_err(Error::of_file(path, "find the disk"))?;
-        let tier = std::path::absolute(tier).map_err(Error::of_file(tier, "find the directory"))?;
-        let local = local_of(&path, &tier, path.as_os_str().as_bytes());
-        Ok(Self { repository: repository_of(&path), local, path, elsewhere: None, reading: None })
+        let Some(name) = group_of(&path) else {
+            let (local, tier) = (stem(&path), absolute(tier)?);
+            let local = local_of(&local, &tier, path.as_os_str().as_bytes());
+            let repository = repository_of(&path);
+            return Ok(Self { repository, local, path, elsewhere: None, group: None, reading: None });
+        };
+        let own = Group::new(&name, slice::from_ref(&path)).map_err(Error::of_group(&name))?;
+        let place = Self::of_group(path.clone(), own, tier)?;
+        let newest = place.open_repository()?.map(|repository| newest(&*repository)).transpose()?.flatten();
+        let Some(head) = newest.filter(|head| !head.epoch.disks.is_empty()) else { return Ok(place) };
+        if head.epoch.disk(&place.name()).is_none() {
+            let why = format!("its repository has no {}", place.name());
+            return Err(Error::of_group(&name)(why));
+        }
+        let paths: Vec<PathBuf> =
+            head.epoch.disks.iter().map(|disk| path.with_file_name(&disk.name)).collect();
+        let group = Group::new(&name, &paths).map_err(Error::of_group(&name))?;
+        Self::of_group(path, group, tier)
+    }
+
+    /// The first of the disks at `paths`, which are published together as the group `name`, or will be.
+    ///
+    /// # Errors
+    /// Disks that cannot be a group; a path that leads nowhere.
+    ///
+    /// # Panics
+    /// Without a path.
+    pub fn group(name: &str, paths: &[&Path], tier: &Path) -> Result<Self> {
+        let real = |path: &&Path| real(path).map_err(Error::of_file(path, "find the disk"));
+        let paths = paths.iter().map(real).collect::<Result<Vec<PathBuf>>>()?;
+        let group = Group::new(name, &paths).map_err(Error::of_group(name))?;
+        Self::of_group(paths[0].clone(), group, tier)
+    }
+
+    fn of_group(path: PathBuf, group: Group, tier: &Path) -> Result<Self> {
+        let repository = group.repository(&path);
+        let local = local_of(&group.name, &absolute(tier)?, repository.as_os_str().as_bytes());
+        Ok(Self { repository, local, path, elsewhere: None, group: Some(group), reading: None })
+    }
+
+    /// The name of the disk's group, if it is published with others.
+    pub fn group_name(&self) -> Option<&str> {
+        self.group.as_ref().map(|group| group.name.as_str())
+    }
+
+    /// The disks that are published together, in the order in which they were said.
+    pub fn members(&self) -> Vec<Self> {
+        let Some(group) = &self.group else { return vec![self.clone()] };
+        let member = |name: &String| Self { path: self.path.with_file_name(name), ..self.clone() };
+        group.disks.iter().map(member).collect()
+    }
+
+    /// Refuses disks that are not those of an epoch.
+    ///
+    /// # Errors
+    /// [`Error::NoGroup`], [`Error::Incomplete`].
+    pub(crate) fn check_disks(&self, epoch: &Epoch) -> Result<()> {
+        let Some(group) = &self.group else {
+            // Only a group's repository can have more, and is found by the link beside the path.
+            return match &epoch.disks[..] {
+                [] | [_] => Ok(()),
+                _ => Err(Error::of_group(&self.name())("its repository is a group's".to_owned())),
+            };
+        };
+        let missing = group.missing(epoch).map_err(Error::of_group(&group.name))?;
+        if missing.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Incomplete { group: group.name.clone(), missing })
+    }
+
+    /// Refuses disks of a group that are published otherwise.
+    ///
+    /// # Errors
+    /// [`Error::NoGroup`].
+    pub(crate) fn check_links(&self) -> Result<()> {
+        let Some(group) = &self.group else { return Ok(()) };
+        for member in self.members() {
+            let (path, own) = (member.path.display(), beside(&member.path, REPOSITORY));
+            let why = match group_of(&member.path) {
+                Some(other) if other != group.name => format!("{path} is one of group '{other}'"),
+                None if own.symlink_metadata().is_ok() => {
+                    format!("{path} is published alone, in {}", own.display())
+                }
+                _ => continue,
+            };
+            return Err(Error::of_group(&group.name)(why));
+        }
+        Ok(())
+    }
+
+    /// Makes the links by which the disks of a group are known as such, where they are not there.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub(crate) fn make_links(&self) -> Result<()> {
+        if self.group.is_none() {
+            return Ok(());
+        }
+        for member in self.members() {
+            let link = beside(&member.path, REPOSITORY);
+            match symlink(self.repository.file_name().expect("made of a name"), &link) {
+                Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                    return Err(Error::of_file(&link, "make the link")(error));
+                }
+                _ => {}
+            }
+        }
+        let directory = self.path.parent().unwrap_or(Path::new("/"));
+        sync_directory(directory).map_err(Error::of_file(directory, "flush"))
     }
 
     /// The disk whose first layer was made of the image at `path`, or will be, in a repository that is no directory.
@@ -83,10 +203,10 @@ impl Place {
     /// # Errors
     /// Paths that cannot be made absolute.
     pub fn elsewhere(path: &Path, tier: &Path, elsewhere: Elsewhere) -> Result<Self> {
-        let absolute = |path| std::path::absolute(path).map_err(Error::of_file(path, "find the disk"));
         let (path, tier) = (absolute(path)?, absolute(tier)?);
-        let local = local_of(&path, &tier, elsewhere.remote.repository().describe().as_bytes());
-        Ok(Self { repository: repository_of(&local), local, path, elsewhere: Some(elsewhere), reading: None })
+        let local = local_of(&stem(&path), &tier, elsewhere.remote.repository().describe().as_bytes());
+        let (repository, elsewhere) = (beside(&local, REPOSITORY), Some(elsewhere));
+        Ok(Self { repository, local, path, elsewhere, group: None, reading: None })
     }
 
     /// The same, whose layers are read through a cache of this host.
@@ -117,7 +237,14 @@ impl Place {
 
     /// What an epoch that was published has of the disk.
     pub(crate) fn state<'a>(&self, epoch: &'a Epoch) -> &'a DiskState {
-        epoch.disk(&self.name()).expect("an epoch that was published has the disk")
+        epoch.disk(&self.name()).expect("an epoch that was checked has the disk")
+    }
+
+    /// The same, to be changed.
+    pub(crate) fn state_mut<'a>(&self, epoch: &'a mut Epoch) -> &'a mut DiskState {
+        let name = self.name();
+        let is_it = |disk: &&mut DiskState| disk.name == name || self.group.is_none();
+        epoch.disks.iter_mut().find(is_it).expect("an epoch that was checked has the disk")
     }
 
     /// The repository, if there is one.
@@ -140,6 +267,14 @@ impl Place {
         make_private(&self.repository).map_err(Error::of_file(&self.repository, "make the repository"))?;
         self.open_repository()?
             .ok_or_else(|| Error::NoHead { repository: self.repository.display().to_string() })
+    }
+}
+
+impl fmt::Display for Place {
+    /// The disk's path, or its group's repository.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let path = if self.group.is_some() { &self.repository } else { &self.path };
+        path.display().fmt(f)
     }
 }
 
@@ -178,22 +313,17 @@ impl Place {
     }
 }
 
-/// The directory in `tier` of the copy of a disk that `id` tells from others.
-fn local_of(path: &Path, tier: &Path, id: &[u8]) -> PathBuf {
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    tier.join(format!("{stem}-{}", &blake3::hash(id).to_hex()[..8]))
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).map_err(Error::of_file(path, "find"))
 }
 
-/// The directory of the repository of the disk at `path`.
-pub fn repository_of(path: &Path) -> PathBuf {
-    beside(path, REPOSITORY)
+fn stem(path: &Path) -> String {
+    path.file_stem().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// A path with more at its end.
-pub(crate) fn beside(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = OsString::from(path);
-    name.push(suffix);
-    name.into()
+/// The directory in `tier` of the copy of a disk or a group that `id` tells from others.
+fn local_of(name: &str, tier: &Path, id: &[u8]) -> PathBuf {
+    tier.join(format!("{name}-{}", &blake3::hash(id).to_hex()[..8]))
 }
 
 /// The path without links; its file need not be there.

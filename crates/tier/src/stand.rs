@@ -11,7 +11,9 @@
 //!
 //! Invariant: a pin is made before a layer stands on what it keeps, and released after none does. A killed process leaves a pin too many.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::{fs, io};
 
 use vmstrata_disk::{Disk, SIDECAR};
@@ -31,21 +33,27 @@ pub(crate) fn pin_for(repository: &dyn Repository, head: &Head) -> Result<Pin> {
     Pin::make_from(repository, head.clone(), Some(head.epoch.number), &purpose)
 }
 
-/// The pin of a copy that stands on the layer `below`. Releases the others that it made.
+/// The pins of a copy whose disks stand on the layers `below`; `None` where one is missing. Releases the others that it made.
 ///
 /// # Errors
 /// As [`Pin::all`].
-pub(crate) fn pin_of(repository: &dyn Repository, owner: OwnerId, below: ObjectId) -> Result<Option<Pin>> {
+pub(crate) fn pins_of(
+    repository: &dyn Repository,
+    owner: OwnerId,
+    mut below: BTreeSet<ObjectId>,
+) -> Result<Option<Vec<Pin>>> {
     let is_own = |pin: &Pin| pin.purpose.is_copy_of(owner);
-    let mut found = None;
+    let mut found = Vec::new();
     for pin in Pin::all(repository)?.into_iter().filter(is_own) {
-        if found.is_none() && pin.epoch.disks.iter().any(|disk| disk.newest() == below) {
-            found = Some(pin);
+        let before = below.len();
+        pin.epoch.disks.iter().for_each(|disk| _ = below.remove(&disk.newest()));
+        if below.len() < before {
+            found.push(pin);
         } else {
             pin.release(repository)?;
         }
     }
-    Ok(found)
+    Ok(below.is_empty().then_some(found))
 }
 
 /// The epochs that a copy may stand on.
@@ -66,8 +74,8 @@ pub(crate) fn border(disk: &Disk, repository: &Path) -> Option<(ObjectId, Option
 }
 
 /// Deletes the indices, in the copy's directory, of layers of the repository that the copy does not stand on any more.
-pub(crate) fn forget_indices(disk: &Disk, local: &Path) -> io::Result<()> {
-    let layers = disk.layers();
+pub(crate) fn forget_indices(disks: &[Arc<Disk>], local: &Path) -> io::Result<()> {
+    let layers: Vec<_> = disks.iter().flat_map(|disk| disk.layers()).collect();
     let mut indices = Vec::new();
     for entry in fs::read_dir(local)? {
         let name = entry?.file_name();
@@ -80,11 +88,13 @@ pub(crate) fn forget_indices(disk: &Disk, local: &Path) -> io::Result<()> {
     indices.iter().try_for_each(fs::remove_file)
 }
 
-/// Whether a pin keeps much that this epoch does not need.
-pub(crate) fn is_wasteful(pin: &Pin, newest: &Epoch) -> bool {
+/// Whether pins keep much that this epoch does not need.
+pub(crate) fn is_wasteful(pins: &[Pin], newest: &Epoch) -> bool {
     let stored =
         |objects: &mut dyn Iterator<Item = &Object>| objects.map(|object| object.stored).sum::<u64>();
     let live = stored(&mut newest.objects());
     let is_dead = |object: &&Object| newest.objects().all(|other| other.id != object.id);
-    stored(&mut pin.epoch.objects().filter(is_dead)) >= DEAD_BYTES.max(live / 8)
+    let dead = pins.iter().flat_map(|pin| pin.epoch.objects()).filter(is_dead);
+    let dead: BTreeMap<ObjectId, &Object> = dead.map(|object| (object.id, object)).collect();
+    stored(&mut dead.into_values()) >= DEAD_BYTES.max(live / 8)
 }

@@ -96,6 +96,8 @@ pub enum TierState {
 /// What of a disk is published, and what is not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TierStatus {
+    /// The group, if the disk is published with others: all of them are meant.
+    pub group: Option<String>,
     /// The repository's directory.
     pub repository: PathBuf,
     /// The directory of this host's copy.

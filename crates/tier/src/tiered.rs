@@ -21,12 +21,13 @@ use crate::remote::Remote;
 use crate::states::{check_free, find_snapshot};
 use crate::status::{DurableAt, TierOptions, TierState, TierStatus};
 
-/// A tiered disk that is published from this host until this is dropped.
+/// A tiered disk, or the disks of a group, published from this host until this is dropped.
 #[derive(Debug)]
 pub struct Tiered {
+    members: Vec<Place>,
     shared: Arc<Shared>,
-    /// Whoever closes the disk waits for no more than a cut.
-    disk: Weak<Disk>,
+    /// Whoever closes them waits for no more than a cut.
+    disks: Vec<Weak<Disk>>,
     repository: Arc<dyn Repository>,
     /// What reads the layers that are in the repository, if they are read through a cache.
     remote: Option<Arc<Remote>>,
@@ -36,45 +37,52 @@ pub struct Tiered {
 /// A state of a tiered disk that was given a name.
 #[derive(Clone, Debug)]
 pub struct TakenState {
-    /// Its newest layer, in the repository.
-    pub layer: PathBuf,
+    /// The newest layer of each disk, in the repository, in the order of [`Place::members`].
+    pub layers: Vec<PathBuf>,
     /// For how long the guest's writes were held.
     pub pause: Duration,
 }
 
 impl Tiered {
-    /// Opens a tiered disk, or makes an ordinary image one, and publishes it from now on.
+    /// Opens a tiered disk, or all disks of a group, and publishes them from now on; of ordinary images it makes such. `opens` says how each
+    /// is opened, in the order of [`Place::members`], in which the disks are returned.
     ///
     /// # Errors
-    /// [`Error::Fenced`] for a disk that another copy publishes; an image that cannot be tiered; a repository that does not answer;
+    /// [`Error::NoGroup`], [`Error::Incomplete`]; [`Error::Fenced`] for a disk that another copy publishes; an image that cannot be tiered; a repository that does not answer;
     /// whatever the host reports.
+    ///
+    /// # Panics
+    /// Without as many options as there are disks.
     pub fn open(
         place: &Place,
         options: TierOptions,
-        open: &OpenOptions,
+        opens: &[OpenOptions],
         resources: &Arc<Resources>,
-    ) -> Result<(Arc<Disk>, Self)> {
+    ) -> Result<(Vec<Arc<Disk>>, Self)> {
+        let members = place.members();
+        assert_eq!(opens.len(), members.len(), "{place}: one for each disk");
         let meter = Arc::new(Meter::new());
         let mut unwatched = None;
-        let (copy, publisher) = claim(place, open, resources, |repository| {
+        let (copy, publisher) = claim(place, opens, resources, |repository| {
             // What merges move says nothing of the epoch that is shipped.
             unwatched = Some(Metered::new(repository.clone(), options.wire.clone(), Arc::new(Meter::new())));
             Arc::new(Metered::new(repository, options.wire.clone(), meter.clone()))
         })?;
         let merges = Arc::new(unwatched.expect("claimed"));
         let held = Held { copy, publisher, meter, merges };
-        let (disk, engine) = Engine::new(place, options, open, resources, held)?;
+        let engine = Engine::new(place, options, opens, resources, held)?;
+        let disks = engine.disks().to_vec();
         let (shared, repository, remote) = (engine.shared(), engine.repository(), place.remote()?);
         let failed = || Error::of_file(&place.path, "start the threads that publish it");
-        let watched = (shared.clone(), disk.clone());
+        let watched = (shared.clone(), disks.clone());
         let watch = move || watched.0.watch(&watched.1);
         let start = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let publishes = start("tier").spawn(move || engine.run()).map_err(failed())?;
-        let (disk_of, threads) = (Arc::downgrade(&disk), Mutex::new(vec![publishes]));
-        let tiered = Self { shared, disk: disk_of, repository, remote, threads };
+        let (weak, threads) = (disks.iter().map(Arc::downgrade).collect(), Mutex::new(vec![publishes]));
+        let tiered = Self { members, shared, disks: weak, repository, remote, threads };
         // The watch ends with the engine.
         tiered.threads.lock().push(start("tier-watch").spawn(watch).map_err(failed())?);
-        Ok((disk, tiered))
+        Ok((disks, tiered))
     }
 
     /// What is published now, and what is not.
@@ -111,7 +119,7 @@ impl Tiered {
         TierStatus { cache, silent_since: remote.silent_since(), ..status }
     }
 
-    /// Cuts the disk and waits until that is published, and the disk's path leads to it.
+    /// Cuts the disks and waits until that is published, and their paths lead to it.
     ///
     /// # Errors
     /// [`Error::NotPublished`], also at `deadline`: the engine tries on, unless it was fenced.
@@ -121,7 +129,7 @@ impl Tiered {
         Ok(self.status())
     }
 
-    /// Gives the disk's state of now a name, under which its repository keeps it. Calls `is_cut` as soon as the state is cut off, and
+    /// Gives the state that the disks have now a name, under which its repository keeps it. Calls `is_cut` as soon as the state is cut off, and
     /// returns when it is published.
     ///
     /// # Errors
@@ -141,11 +149,11 @@ impl Tiered {
             published?;
         }
         let pin = find_snapshot(&*self.repository, &info.name, info.taken_ns)?;
-        let layer = self.status().repository.join(pin.epoch.disks[0].newest().layer_name().as_str());
-        Ok(TakenState { layer, pause })
+        let layer = |member: &Place| member.layer(member.state(&pin.epoch).newest());
+        Ok(TakenState { layers: self.members.iter().map(layer).collect(), pause })
     }
 
-    /// Cuts off the disk's state of now, and does not ask the repository for anything. The state gets the name once it is published, also by
+    /// Cuts off the state that the disks have now, and does not ask the repository for anything. The state gets the name once it is published, also by
     /// the process that goes on with this host's copy after this one; if another snapshot has that name by then, it gets none, and the log
     /// says so.
     ///
@@ -168,8 +176,9 @@ impl Tiered {
     }
 
     fn cut(&self) -> Result<CutState> {
-        match self.disk.upgrade().filter(|_| !self.shared.orders.lock().has_ended) {
-            Some(disk) => self.shared.cut(&disk),
+        let disks = self.disks.iter().map(Weak::upgrade).collect::<Option<Vec<_>>>();
+        match disks.filter(|_| !self.shared.orders.lock().has_ended) {
+            Some(disks) => self.shared.cut(&disks),
             None => Err(ended(&self.shared.orders.lock())),
         }
     }

@@ -1,4 +1,4 @@
-//! The loss window of a tiered disk: how old its oldest write is that is not published, and what is done about it.
+//! The loss window of a tiered disk, or of a group: how old the oldest write is that is not published, and what is done about it.
 //!
 //! ```text
 //!   engine ── cut, ship, published ──►┌────────┐
@@ -15,6 +15,7 @@
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -24,7 +25,7 @@ use vmstrata_disk::{Disk, Pace};
 use vmstrata_repo::DeviceId;
 
 use crate::meter::Meter;
-use crate::pacer::{Pacer, Seen, Ship};
+use crate::pacer::{Pacer, Seen, Ship, shares};
 use crate::status::{DurableAt, OnOutage, TierOptions, WindowStatus};
 
 /// A repository that answers nothing for so long does not answer.
@@ -59,6 +60,8 @@ impl Moment {
 /// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Window {
+    /// What is published, for the log.
+    title: String,
     options: TierOptions,
     /// What the repository lies on.
     device: DeviceId,
@@ -71,8 +74,8 @@ struct State {
     looked: Moment,
     /// When the oldest write that no epoch has came in, at the earliest.
     dirty: Option<Moment>,
-    /// The disk's bytes, and what guests had written, when it was last cut.
-    size: u64,
+    /// The bytes of each disk, and what guests had written, when they were last cut.
+    sizes: Vec<u64>,
     written: u64,
     /// When the oldest write of the epochs that are not published came in, at the earliest, and the files of these.
     pending: Option<Moment>,
@@ -99,18 +102,28 @@ struct Shipping {
     moved: u64,
 }
 
-/// What is known of a disk when its engine begins.
+/// What is known of disks when their engine begins.
 #[derive(Debug)]
 pub(crate) struct Begin {
-    pub(crate) size: u64,
+    pub(crate) title: String,
+    /// Of each disk, when it was last cut.
+    pub(crate) sizes: Vec<u64>,
     /// When the oldest writes came in of which no epoch has any, and of epochs that are not published.
     pub(crate) dirty: Option<Moment>,
     pub(crate) pending: Option<Moment>,
 }
 
 /// Bytes that guests have written.
-fn written(disk: &Disk) -> u64 {
+fn written(disks: &[Arc<Disk>]) -> u64 {
+    disks.iter().map(|disk| written_to(disk)).sum()
+}
+
+fn written_to(disk: &Disk) -> u64 {
     disk.stats().bytes_of(Kind::Write)
+}
+
+fn sizes(disks: &[Arc<Disk>]) -> Vec<u64> {
+    disks.iter().map(|disk| disk.size()).collect()
 }
 
 /// Bytes that a file has on its device.
@@ -119,8 +132,8 @@ fn stored(path: &Path) -> u64 {
 }
 
 impl State {
-    fn is_dirty(&self, disk: &Disk) -> bool {
-        disk.has_written() || disk.size() != self.size
+    fn is_dirty(&self, disks: &[Arc<Disk>]) -> bool {
+        disks.iter().any(|disk| disk.has_written()) || sizes(disks) != self.sizes
     }
 
     /// When the oldest write came in that is not published, at the earliest.
@@ -134,13 +147,13 @@ impl State {
 }
 
 impl Window {
-    pub(crate) fn new(options: TierOptions, device: DeviceId, disk: &Disk, begin: Begin) -> Self {
-        let Begin { size, dirty, pending } = begin;
+    pub(crate) fn new(options: TierOptions, device: DeviceId, disks: &[Arc<Disk>], begin: Begin) -> Self {
+        let Begin { title, sizes, dirty, pending } = begin;
         let state = State {
             looked: Moment::now(),
             dirty,
-            size,
-            written: written(disk),
+            sizes,
+            written: written(disks),
             pending,
             files: Vec::new(),
             cut_bytes: 0,
@@ -151,7 +164,7 @@ impl Window {
             unpublished_bytes: 0,
             pace: Pace::Free,
         };
-        Self { options, device, state: Mutex::new(state) }
+        Self { title, options, device, state: Mutex::new(state) }
     }
 
     pub(crate) fn options(&self) -> &TierOptions {
@@ -159,27 +172,28 @@ impl Window {
     }
 
     /// Looks whether the guest has written, and how much is not published: so many bytes.
-    pub(crate) fn look(&self, disk: &Disk) -> u64 {
+    pub(crate) fn look(&self, disks: &[Arc<Disk>]) -> u64 {
         let mut state = self.state.lock();
         let before = std::mem::replace(&mut state.looked, Moment::now());
-        if state.dirty.is_none() && state.is_dirty(disk) {
+        if state.dirty.is_none() && state.is_dirty(disks) {
             // Since the last look.
             state.dirty = Some(before);
         }
-        let active = if state.dirty.is_some() { stored(disk.path()) } else { 0 };
+        let active =
+            disks.iter().filter(|_| state.dirty.is_some()).map(|disk| stored(disk.path())).sum::<u64>();
         state.unpublished_bytes = state.files.iter().map(|file| stored(file)).sum::<u64>() + active;
         state.unpublished_bytes
     }
 
     /// Whether there is anything to cut off.
-    pub(crate) fn is_dirty(&self, disk: &Disk) -> bool {
-        self.state.lock().is_dirty(disk)
+    pub(crate) fn is_dirty(&self, disks: &[Arc<Disk>]) -> bool {
+        self.state.lock().is_dirty(disks)
     }
 
-    /// Whether the disk has to be cut, so that what is written is published in time.
-    pub(crate) fn is_cut_due(&self, disk: &Disk) -> bool {
+    /// Whether the disks have to be cut, so that what is written is published in time.
+    pub(crate) fn is_cut_due(&self, disks: &[Arc<Disk>]) -> bool {
         let state = self.state.lock();
-        let bytes = written(disk).saturating_sub(state.written);
+        let bytes = written(disks).saturating_sub(state.written);
         state.dirty.is_some_and(|since| {
             bytes >= self.options.epoch_bytes
                 || state.pacer.is_due(bytes as f64, since.at.elapsed().as_secs_f64())
@@ -191,13 +205,13 @@ impl Window {
         self.state.lock().pending.is_some()
     }
 
-    /// Cuts the disk with `cut`.
-    pub(crate) fn cut<T, E>(&self, disk: &Disk, cut: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
-        let (before, written, size) = (Moment::now(), written(disk), disk.size());
+    /// Cuts the disks with `cut`.
+    pub(crate) fn cut<T, E>(&self, disks: &[Arc<Disk>], cut: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+        let (before, written, sizes) = (Moment::now(), written(disks), sizes(disks));
         let made = cut()?;
         let mut state = self.state.lock();
         state.cut_bytes = written.saturating_sub(state.written);
-        (state.written, state.size) = (written, size);
+        (state.written, state.sizes) = (written, sizes);
         let since = state.dirty.take().unwrap_or(before);
         // What was written to the new layer meanwhile, the next look finds.
         state.looked = before;
@@ -205,15 +219,15 @@ impl Window {
         Ok(made)
     }
 
-    /// Ships and publishes the epoch of a cut with `publish`. Of one that was cut before this process began, only its file tells
+    /// Ships and publishes the epoch of a cut with `publish`. Of one that was cut before this process began, only its files tell
     /// how much was written for it.
     pub(crate) fn publish<T, E>(
         &self,
-        layer: &Path,
+        layers: &[PathBuf],
         meter: &Meter,
         publish: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
-        let stored = stored(layer);
+        let stored: u64 = layers.iter().map(|layer| stored(layer)).sum();
         let bytes = match std::mem::take(&mut self.state.lock().cut_bytes) {
             0 => stored,
             bytes => bytes,
@@ -305,20 +319,23 @@ impl Window {
 #[derive(Debug)]
 pub(crate) struct Watch {
     looked: Instant,
-    written: u64,
-    /// Bytes a second that guests wrote lately; falls slowly.
-    guest: f64,
+    /// Of each disk.
+    written: Vec<u64>,
+    /// Bytes a second that guests wrote to each disk lately; falls slowly.
+    guests: Vec<f64>,
+    paces: Vec<Pace>,
     /// Whether the log says that the repository does not answer, and that writes wait.
     told_silent: bool,
     told_full: bool,
 }
 
 impl Watch {
-    pub(crate) fn new(disk: &Disk) -> Self {
+    pub(crate) fn new(disks: &[Arc<Disk>]) -> Self {
         Self {
             looked: Instant::now(),
-            written: written(disk),
-            guest: 0.0,
+            written: disks.iter().map(|disk| written_to(disk)).collect(),
+            guests: vec![0.0; disks.len()],
+            paces: vec![Pace::Free; disks.len()],
             told_silent: false,
             told_full: false,
         }
@@ -335,38 +352,59 @@ impl Watch {
         }
     }
 
-    /// Looks at the disk, and sets the pace of its writes.
-    pub(crate) fn look(&mut self, window: &Window, disk: &Disk, meter: &Meter) {
-        let unpublished = window.look(disk);
-        self.measure_guest(disk);
+    /// Looks at the disks, and sets the pace of their writes.
+    pub(crate) fn look(&mut self, window: &Window, disks: &[Arc<Disk>], meter: &Meter) {
+        let unpublished = window.look(disks);
+        self.measure_guests(disks);
         let silent = window.silent_since(meter);
-        self.tell_silent(disk, silent.is_some());
+        self.tell_silent(&window.title, silent.is_some());
         let is_outage = silent.is_some() || window.state.lock().is_failing;
         let wanted = if is_outage || window.is_held() {
-            let room = window.room(disk, unpublished);
+            let room = window.room(disks, unpublished);
             if room < ROOM_MIN && !is_outage {
-                tracing::warn!(disk = %disk.path().display(), "held until its budget is used up: published again");
+                tracing::warn!(disk = window.title, "held until its budget is used up: published again");
                 window.hold(None);
             }
-            self.tell_full(disk, unpublished, room < ROOM_MIN);
+            self.tell_full(&window.title, unpublished, room < ROOM_MIN);
             self.pace_within(room, Watch::tick(window))
         } else {
-            self.tell_full(disk, unpublished, false);
-            window.pace(disk, meter, self.guest, Watch::tick(window))
+            self.tell_full(&window.title, unpublished, false);
+            window.pace(disks, meter, self.guests.iter().sum(), Watch::tick(window))
         };
         let mut state = window.state.lock();
         if is_other(state.pace, wanted) {
             state.pace = wanted;
-            drop(state);
-            disk.pace(wanted);
+        }
+        let pace = state.pace;
+        drop(state);
+        self.set_paces(disks, pace);
+    }
+
+    fn measure_guests(&mut self, disks: &[Arc<Disk>]) {
+        let now = Instant::now();
+        let seconds = now.duration_since(self.looked).as_secs_f64().max(0.001);
+        self.looked = now;
+        for (disk, (before, guest)) in disks.iter().zip(self.written.iter_mut().zip(&mut self.guests)) {
+            let written = written_to(disk);
+            *guest = (written.saturating_sub(*before) as f64 / seconds).max(*guest * 0.8);
+            *before = written;
         }
     }
 
-    fn measure_guest(&mut self, disk: &Disk) {
-        let (now, written) = (Instant::now(), written(disk));
-        let seconds = now.duration_since(self.looked).as_secs_f64().max(0.001);
-        self.guest = (written.saturating_sub(self.written) as f64 / seconds).max(self.guest * 0.8);
-        (self.looked, self.written) = (now, written);
+    fn set_paces(&mut self, disks: &[Arc<Disk>], pace: Pace) {
+        let wanted = match pace {
+            Pace::BytesPerSecond(rate) => {
+                let shares = shares(rate as f64, &self.guests);
+                shares.into_iter().map(|share| Pace::BytesPerSecond(share as u64)).collect()
+            }
+            Pace::Free | Pace::Stopped => vec![pace; disks.len()],
+        };
+        for (disk, (pace, wanted)) in disks.iter().zip(self.paces.iter_mut().zip(wanted)) {
+            if is_other(*pace, wanted) {
+                *pace = wanted;
+                disk.pace(wanted);
+            }
+        }
     }
 
     /// As fast as the guest can, as long as there is room: what it writes until the next looks leaves some of that.
@@ -374,31 +412,32 @@ impl Watch {
         let rate = room as f64 / (2.0 * tick.as_secs_f64());
         match rate {
             _ if room < ROOM_MIN => Pace::Stopped,
-            rate if rate < 2.0 * self.guest => Pace::BytesPerSecond(rate as u64),
+            rate if rate < 2.0 * self.guests.iter().sum::<f64>() => Pace::BytesPerSecond(rate as u64),
             _ => Pace::Free,
         }
     }
 
-    fn tell_silent(&mut self, disk: &Disk, is_silent: bool) {
-        let path = disk.path().display();
+    fn tell_silent(&mut self, title: &str, is_silent: bool) {
         match (std::mem::replace(&mut self.told_silent, is_silent), is_silent) {
             (false, true) => {
                 let seconds = ANSWER_WITHIN.as_secs();
-                tracing::error!(disk = %path, "not published: its repository has answered nothing for {seconds} s");
+                tracing::error!(
+                    disk = title,
+                    "not published: its repository has answered nothing for {seconds} s"
+                );
             }
-            (true, false) => tracing::info!(disk = %path, "its repository answers again"),
+            (true, false) => tracing::info!(disk = title, "its repository answers again"),
             _ => {}
         }
     }
 
-    fn tell_full(&mut self, disk: &Disk, unpublished: u64, is_full: bool) {
-        let path = disk.path().display();
+    fn tell_full(&mut self, title: &str, unpublished: u64, is_full: bool) {
         match (std::mem::replace(&mut self.told_full, is_full), is_full) {
             (false, true) => tracing::error!(
-                disk = %path,
+                disk = title,
                 "its writes wait: {unpublished} bytes are not published, and this host may keep no more of them (outage-bytes)"
             ),
-            (true, false) => tracing::info!(disk = %path, "its writes go on"),
+            (true, false) => tracing::info!(disk = title, "its writes go on"),
             _ => {}
         }
     }
@@ -414,17 +453,17 @@ fn is_other(now: Pace, wanted: Pace) -> bool {
 
 impl Window {
     /// Bytes that may be written while nothing is published.
-    fn room(&self, disk: &Disk, unpublished: u64) -> u64 {
+    fn room(&self, disks: &[Arc<Disk>], unpublished: u64) -> u64 {
         let budget = self.options.outage_bytes.map(|bytes| bytes.get());
         let budget = budget.or_else(|| {
-            let found = rustix::fs::statvfs(disk.path().parent()?).ok()?;
+            let found = rustix::fs::statvfs(disks.first()?.path().parent()?).ok()?;
             Some(found.f_bavail.saturating_mul(found.f_frsize))
         });
         budget.unwrap_or(u64::MAX).saturating_sub(unpublished)
     }
 
     /// The pace at which what is written is published in time.
-    fn pace(&self, disk: &Disk, meter: &Meter, guest: f64, tick: Duration) -> Pace {
+    fn pace(&self, disks: &[Arc<Disk>], meter: &Meter, guest: f64, tick: Duration) -> Pace {
         let mut state = self.state.lock();
         let ship = state.ship.map(|ship| {
             let moved = meter.moved().saturating_sub(ship.moved);
@@ -432,7 +471,7 @@ impl Window {
             Ship { elapsed: ship.began.elapsed().as_secs_f64(), bytes: ship.bytes as f64, part }
         });
         let seen = Seen {
-            dirty: written(disk).saturating_sub(state.written) as f64,
+            dirty: written(disks).saturating_sub(state.written) as f64,
             age: state.dirty.map_or(0.0, |since| since.at.elapsed().as_secs_f64()),
             ship,
             guest,

@@ -68,8 +68,8 @@ fn host_and_count(image: &Path, dir: &Path, takes_over: bool) -> ((Arc<Disk>, Ti
     if takes_over {
         take_over(&place, &open, &resources).unwrap();
     }
-    let opened = Tiered::open(&place, TierOptions::default(), &open, &resources).unwrap();
-    (opened, counting.opened.load(Ordering::Relaxed))
+    let (mut disks, tiered) = Tiered::open(&place, TierOptions::default(), &[open], &resources).unwrap();
+    ((disks.remove(0), tiered), counting.opened.load(Ordering::Relaxed))
 }
 
 fn end((disk, tiered): (Arc<Disk>, Tiered)) {

@@ -397,7 +397,7 @@ fn a_snapshot_keeps_its_state_and_a_disk_goes_back_to_it() {
     let mut cut = false;
     let taken = tiered.snapshot(&named("monday"), soon(), || cut = true).unwrap();
     assert!(cut);
-    assert_eq!(writes_of(&content(&taken.layer, "qcow2")), 20);
+    assert_eq!(writes_of(&content(&taken.layers[0], "qcow2")), 20);
     let twice = tiered.snapshot(&named("monday"), soon(), || {}).unwrap_err();
     assert!(matches!(twice, Error::NameTaken { .. }), "{twice}");
     tiered.snapshot(&named("no name"), soon(), || {}).unwrap_err();

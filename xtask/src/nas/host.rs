@@ -114,8 +114,8 @@ pub fn run(options: &Options) -> Result<()> {
             }
             let tier =
                 TierOptions { window: Duration::from_secs_f64(options.window), ..TierOptions::default() };
-            let (disk, tiered) = Tiered::open(&place, tier, &OpenOptions::default(), &resources)?;
-            (disk, Some(Served { repository, tiered }))
+            let (mut disks, tiered) = Tiered::open(&place, tier, &[OpenOptions::default()], &resources)?;
+            (disks.remove(0), Some(Served { repository, tiered }))
         }
     };
     let export = ExportOptions { any_memory: true, share: true, ..ExportOptions::default() };

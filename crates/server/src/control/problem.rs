@@ -69,7 +69,12 @@ fn classify(error: &Error) -> (u16, &'static str) {
     match error {
         Error::NameTaken { .. } => (409, "name-taken"),
         Error::Spec(SpecError::TwoGuests { .. }) => (409, "two-guests"),
-        Error::Spec(_) | Error::Tiered { .. } | Error::NotTiered { .. } => (422, "invalid"),
+        Error::Spec(_)
+        | Error::Tiered { .. }
+        | Error::NotTiered { .. }
+        | Error::InGroup { .. }
+        | Error::NewGroup { .. }
+        | Error::GroupDiffers { .. } => (422, "invalid"),
         Error::Tier(tier) => classify_tier(tier),
         Error::NotAllPublished { .. } => (503, "not-published"),
         Error::Served { .. } => (409, "already-served"),

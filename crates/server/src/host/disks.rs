@@ -41,13 +41,13 @@ impl Host {
         Ok((change, spec))
     }
 
-    /// Opens a disk that has its name already.
-    pub(super) fn open_entered(&self, spec: &DiskSpec) -> Result<(), Error> {
-        states::make_clone(spec, self.open_options(spec))?;
-        let disk = self.open_and_let_in(spec)?;
-        self.tell(Event::DiskAdded { disk: spec.name.clone() });
-        self.mend_index(&spec.name, &disk);
-        drop(disk);
+    /// Opens a disk that has its name already, or the disks of a group.
+    pub(super) fn open_entered(&self, specs: &[DiskSpec]) -> Result<(), Error> {
+        specs.iter().try_for_each(|spec| states::make_clone(spec, self.open_options(spec)))?;
+        for (spec, disk) in specs.iter().zip(self.open_and_let_in(specs)?) {
+            self.tell(Event::DiskAdded { disk: spec.name.clone() });
+            self.mend_index(&spec.name, &disk);
+        }
         self.due.now();
         Ok(())
     }
@@ -57,21 +57,27 @@ impl Host {
         states::open_options(spec, &self.allow_backing)
     }
 
-    pub(super) fn open_disk(&self, spec: &DiskSpec) -> Result<Arc<Disk>, Error> {
-        let mut options = self.open_options(spec);
-        if self.discards_unflushed.load(Ordering::Relaxed) {
-            options.unflushed = Unflushed::Discard;
-        }
-        let disk = match &spec.tier {
-            Some(tier) => self.open_tiered(spec, tier, &options)?,
-            None => self.open_files(spec, options)?,
+    /// Opens a disk, or the disks of a group.
+    pub(super) fn open_disks(&self, specs: &[DiskSpec]) -> Result<Vec<Arc<Disk>>, Error> {
+        let options = |spec: &DiskSpec| {
+            let mut options = self.open_options(spec);
+            if self.discards_unflushed.load(Ordering::Relaxed) {
+                options.unflushed = Unflushed::Discard;
+            }
+            options
         };
-        disk.limit(spec.limits);
-        self.watch(&spec.name, &disk);
-        let layers = disk.layers().len();
-        let noun = if layers == 1 { "layer" } else { "layers" };
-        tracing::info!(disk = spec.name, path = %spec.path.display(), bytes = disk.size(), "opened: {layers} {noun}");
-        Ok(disk)
+        let disks = match &specs[0].tier {
+            Some(tier) => self.open_tiered(specs, tier, &specs.iter().map(options).collect::<Vec<_>>())?,
+            None => vec![self.open_files(&specs[0], options(&specs[0]))?],
+        };
+        for (spec, disk) in specs.iter().zip(&disks) {
+            disk.limit(spec.limits);
+            self.watch(&spec.name, disk);
+            let layers = disk.layers().len();
+            let noun = if layers == 1 { "layer" } else { "layers" };
+            tracing::info!(disk = spec.name, path = %spec.path.display(), bytes = disk.size(), "opened: {layers} {noun}");
+        }
+        Ok(disks)
     }
 
     fn open_files(&self, spec: &DiskSpec, options: OpenOptions) -> Result<Arc<Disk>, Error> {
@@ -123,29 +129,32 @@ impl Host {
         });
     }
 
-    /// Opens a disk, and shows it to its users.
-    pub(super) fn open_and_let_in(&self, spec: &DiskSpec) -> Result<Lent, Error> {
-        let disk = self.open_disk(spec)?;
-        self.let_in(spec, disk)
+    /// Opens a disk, or the disks of a group, and shows them to their users.
+    pub(super) fn open_and_let_in(&self, specs: &[DiskSpec]) -> Result<Vec<Lent>, Error> {
+        let disks = self.open_disks(specs)?;
+        self.let_in(specs, disks)
     }
 
-    /// Shows an open disk to NBD clients and to new exports.
-    pub(super) fn let_in(&self, spec: &DiskSpec, disk: Arc<Disk>) -> Result<Lent, Error> {
+    /// Shows open disks to NBD clients and to new exports: all of them, or none.
+    pub(super) fn let_in(&self, specs: &[DiskSpec], disks: Vec<Arc<Disk>>) -> Result<Vec<Lent>, Error> {
         let mut table = self.table.lock();
-        match table.exports.iter().try_for_each(|export| export.show(&spec.name, &disk)) {
-            Ok(()) => {
-                table.set_phase(&spec.name, Phase::Serving(disk));
-                table.lend(&spec.name, "being opened").map(|(_, lent)| lent)
-            }
-            Err(error) => {
-                let exports = table.nbd();
-                drop(table);
-                withdraw(&spec.name, &exports);
-                self.end_tier(&spec.name);
-                close_and_release(&spec.name, disk)?;
-                Err(error)
-            }
+        let shown = specs.iter().zip(&disks).try_for_each(|(spec, disk)| {
+            table.exports.iter().try_for_each(|export| export.show(&spec.name, disk))
+        });
+        if let Err(error) = shown {
+            let exports = table.nbd();
+            drop(table);
+            specs.iter().for_each(|spec| withdraw(&spec.name, &exports));
+            self.end_tier(&specs[0].name);
+            let closed = specs.iter().zip(disks).map(|(spec, disk)| close_and_release(&spec.name, disk));
+            return Err(closed.fold(Ok(()), Result::and).err().unwrap_or(error));
         }
+        let mut lent = Vec::with_capacity(specs.len());
+        for (spec, disk) in specs.iter().zip(disks) {
+            table.set_phase(&spec.name, Phase::Serving(disk));
+            lent.push(table.lend(&spec.name, "being opened")?.1);
+        }
+        Ok(lent)
     }
 
     /// Gives a disk another size, and tells its guests. The size that it has is no error: guests are told again.
@@ -190,41 +199,51 @@ impl Host {
         Ok(shown_limits(limits))
     }
 
-    /// Closes a disk: its exports are drained, its image is left clean, its files are unlocked.
+    /// Closes a disk, and the others of its group: the exports are drained, the images are left clean, their files are unlocked.
     ///
     /// # Errors
     /// No such disk; one that is not served, or that something is being done with; unless `force`, one that a guest is attached
     /// to: nothing has changed. An image that could not be closed clean, or at all in time: the disk is gone all the same.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<(), Error> {
         let _change = self.begin_change()?.0;
-        let mut table = self.unused(name, PATIENCE)?;
-        let disk = match table.serving(name) {
-            Ok((_, disk)) => Some(Arc::clone(disk)),
-            Err(Error::NotOpen { .. }) => None,
-            Err(error) => return Err(error),
-        };
-        if let Some(guest) = table.exports.iter().find_map(|export| export.guest_of(name)).filter(|_| !force)
-        {
-            return Err(Error::GuestAttached { socket: guest.to_owned() });
+        let all = self.table.lock().published_with(name);
+        let mut table = self.unused(&all, PATIENCE)?;
+        let mut disks = Vec::with_capacity(all.len());
+        for name in &all {
+            match table.serving(name) {
+                Ok((_, disk)) => disks.push((name, Some(Arc::clone(disk)))),
+                Err(Error::NotOpen { .. }) => disks.push((name, None)),
+                Err(error) => return Err(error),
+            }
+            let guest = table.exports.iter().find_map(|export| export.guest_of(name));
+            if let Some(guest) = guest.filter(|_| !force) {
+                return Err(Error::GuestAttached { socket: guest.to_owned() });
+            }
         }
-        table.set_phase(name, Phase::Closing);
-        let own: Vec<Export> = table.exports.extract_if(.., |export| export.is_only_for(name)).collect();
+        all.iter().for_each(|name| table.set_phase(name, Phase::Closing));
+        let is_own = |export: &mut Export| all.iter().any(|name| export.is_only_for(name));
+        let own: Vec<Export> = table.exports.extract_if(.., is_own).collect();
         let shared = table.nbd();
         drop(table);
-        self.jobs.end(Some(name));
+        all.iter().for_each(|name| self.jobs.end(Some(name)));
         let mut ended = Ok(());
         for export in own {
             ended = ended.and(export.state.close());
             self.tell(Event::ExportRemoved { id: export.id });
         }
-        withdraw(name, &shared);
+        all.iter().for_each(|name| withdraw(name, &shared));
         let published = self.publish_last(name);
         // Closing would wait for what is still under way.
-        let closed = ended.and_then(|()| disk.map_or(Ok(()), |disk| close_and_release(name, disk)));
+        let closed = ended.and_then(|()| {
+            let open = disks.into_iter().filter_map(|(name, disk)| Some((name, disk?)));
+            open.map(|(name, disk)| close_and_release(name, disk)).fold(Ok(()), Result::and)
+        });
         let closed = closed.and(published);
-        self.table.lock().forget(name);
         let error = closed.as_ref().err().map(Error::to_string);
-        self.tell(Event::DiskRemoved { disk: name.to_owned(), error });
+        for name in all {
+            self.table.lock().forget(&name);
+            self.tell(Event::DiskRemoved { disk: name, error: error.clone() });
+        }
         closed
     }
 }

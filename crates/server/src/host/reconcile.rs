@@ -15,9 +15,11 @@ use std::time::{Duration, Instant};
 
 use vmstrata_api as api;
 use vmstrata_disk::Format;
+use vmstrata_tier::group_of;
 
 use super::exports::State;
-use super::{Host, Phase, Table};
+use super::users::Use;
+use super::{Change, Entry, Host, Phase, Table};
 use crate::error::Error;
 use crate::options::Options;
 use crate::saved::{SavedFile, SavedState};
@@ -73,7 +75,33 @@ fn why(error: &Error) -> String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Failing {
     Refused,
+    /// But a disk that others of its group have to come after.
+    RefusedUnlessIncomplete,
     Waits,
+}
+
+impl Failing {
+    fn waits(self, error: &Error) -> bool {
+        let is_incomplete = || matches!(error, Error::Tier(vmstrata_tier::Error::Incomplete { .. }));
+        match self {
+            Self::Refused => false,
+            Self::RefusedUnlessIncomplete => is_incomplete(),
+            Self::Waits => true,
+        }
+    }
+}
+
+/// The disks that are opened together: those of a group, and each other one alone.
+fn sets(disks: &[DiskSpec]) -> Vec<Vec<DiskSpec>> {
+    let mut sets: Vec<Vec<DiskSpec>> = Vec::new();
+    for disk in disks {
+        let is_group = |set: &&mut Vec<DiskSpec>| disk.group().is_some() && set[0].group() == disk.group();
+        match sets.iter_mut().find(is_group) {
+            Some(set) => set.push(disk.clone()),
+            None => sets.push(vec![disk.clone()]),
+        }
+    }
+    sets
 }
 
 impl Table {
@@ -91,6 +119,15 @@ impl Table {
     fn due_disks(&self, now: Instant) -> Vec<DiskSpec> {
         let is_due = |phase: &Phase| matches!(phase, Phase::Waiting(wait) if wait.is_due(now));
         self.disks.iter().filter(|entry| is_due(&entry.phase)).map(|entry| entry.spec.clone()).collect()
+    }
+
+    /// The disks of the same group that wait, too.
+    fn waiting_with(&self, spec: &DiskSpec) -> Vec<DiskSpec> {
+        let is_other = |entry: &&Entry| {
+            let is_same = spec.group().is_some() && entry.spec.group() == spec.group();
+            is_same && entry.spec.name != spec.name && matches!(entry.phase, Phase::Waiting(_))
+        };
+        self.disks.iter().filter(is_other).map(|entry| entry.spec.clone()).collect()
     }
 
     fn due_exports(&self, now: Instant) -> Vec<(u64, ExportSpec)> {
@@ -120,14 +157,21 @@ impl Table {
 }
 
 impl Host {
-    /// Opens a disk, which every NBD export then serves, also after a restart.
+    /// Opens a disk, which every NBD export then serves, also after a restart. One of a group waits until all of them were added.
     ///
     /// # Errors
-    /// A name that is taken, a chain that cannot be opened, a server that is ending.
+    /// A name that is taken, a chain that cannot be opened, a group that is not published yet, a server that is ending.
     pub fn add_disk(&self, spec: DiskSpec) -> Result<(), Error> {
         let _change = self.begin_change()?.0;
         let name = spec.name.clone();
-        self.want_disk(spec, Failing::Refused)?;
+        if let Some(group) = spec.group() {
+            let path = spec.path.canonicalize().unwrap_or_else(|_| spec.path.clone());
+            // Nobody knows yet of how many disks it is.
+            if group_of(&path).is_none() {
+                return Err(Error::NewGroup { group: group.to_owned() });
+            }
+        }
+        self.want_disks(vec![spec], Failing::RefusedUnlessIncomplete)?;
         self.disk_is_added(&name);
         Ok(())
     }
@@ -150,8 +194,8 @@ impl Host {
     pub(crate) fn open_wanted(&self, options: &Options, file: Option<SavedFile>) -> Result<(), Error> {
         let _change = self.begin_change()?.0;
         let failing = if options.keep_going { Failing::Waits } else { Failing::Refused };
-        for disk in &options.disks {
-            self.want_disk(disk.clone(), failing)?;
+        for disks in sets(&options.disks) {
+            self.want_disks(disks, failing)?;
         }
         for export in options.exports() {
             self.want_export(export, failing)?;
@@ -161,7 +205,7 @@ impl Host {
         for disk in saved.disks.into_iter().filter_map(|disk| self.new_disk(disk)) {
             tracing::info!(disk = disk.name, "was added to the server before");
             let name = disk.name.clone();
-            self.want_disk(disk, Failing::Waits)?;
+            self.want_disks(vec![disk], Failing::Waits)?;
             self.disk_is_added(&name);
         }
         for export in saved.exports.into_iter().filter_map(|export| self.new_export(export)) {
@@ -203,16 +247,53 @@ impl Host {
         }
     }
 
-    fn want_disk(&self, spec: DiskSpec, failing: Failing) -> Result<(), Error> {
-        let (_change, spec) = self.enter(spec)?;
-        match self.open_entered(&spec) {
-            Err(error) if failing == Failing::Waits => {
-                tracing::error!(disk = spec.name, "cannot be opened, and is tried again: {}", why(&error));
-                self.table.lock().set_phase(&spec.name, Phase::Waiting(Wait::new(&error)));
+    /// Opens a disk, or disks of a group, with others of that that wait.
+    fn want_disks(&self, specs: Vec<DiskSpec>, failing: Failing) -> Result<(), Error> {
+        let mut entered: Vec<(Change<'_>, DiskSpec)> = Vec::with_capacity(specs.len());
+        let forget = |entered: &[(Change<'_>, DiskSpec)]| {
+            let mut table = self.table.lock();
+            entered.iter().for_each(|(_, spec)| table.forget(&spec.name));
+        };
+        for spec in specs {
+            entered.push(self.enter(spec).inspect_err(|_| forget(&entered))?);
+        }
+        let (others, _uses) = self.use_waiting_with(&entered[0].1);
+        let all: Vec<DiskSpec> = entered.iter().map(|(_, spec)| spec.clone()).chain(others).collect();
+        match self.open_entered(&all) {
+            Err(error) if failing.waits(&error) => {
+                for (_, spec) in &entered {
+                    tracing::error!(
+                        disk = spec.name,
+                        "cannot be opened, and is tried again: {}",
+                        why(&error)
+                    );
+                    self.table.lock().set_phase(&spec.name, Phase::Waiting(Wait::new(&error)));
+                }
+                self.waits.notify_one();
                 Ok(())
             }
-            opened => opened.inspect_err(|_| self.table.lock().forget(&spec.name)),
+            Err(error) => {
+                forget(&entered);
+                Err(error)
+            }
+            Ok(()) => {
+                let mut table = self.table.lock();
+                all.iter().for_each(|spec| table.try_exports_now(&spec.name));
+                drop(table);
+                self.waits.notify_one();
+                Ok(())
+            }
         }
+    }
+
+    /// The disks of the same group that wait, which are not removed as long as they are used so.
+    fn use_waiting_with(&self, spec: &DiskSpec) -> (Vec<DiskSpec>, Vec<Use>) {
+        let table = self.table.lock();
+        let others = table.waiting_with(spec);
+        let users =
+            others.iter().filter_map(|other| Some(table.entry(&other.name)?.users.begin("being opened")));
+        let users = users.collect();
+        (others, users)
     }
 
     fn want_export(&self, spec: ExportSpec, failing: Failing) -> Result<u64, Error> {
@@ -250,7 +331,7 @@ impl Host {
 
     pub(super) fn try_what_is_due(&self, now: Instant) {
         let disks = self.table.lock().due_disks(now);
-        disks.iter().for_each(|spec| self.try_disk(spec));
+        disks.iter().for_each(|spec| self.try_disk(spec, now));
         // Also those of the disks that were opened just now.
         let exports = self.table.lock().due_exports(now.max(Instant::now()));
         for (id, spec) in exports {
@@ -261,22 +342,26 @@ impl Host {
         }
     }
 
-    fn try_disk(&self, spec: &DiskSpec) {
+    fn try_disk(&self, spec: &DiskSpec, now: Instant) {
         let Ok((_change, table)) = self.begin_change() else { return };
-        // Else it was removed meanwhile. Who removes it now waits for the end of this try.
-        let Some(entry) = table.entry(&spec.name).filter(|entry| matches!(entry.phase, Phase::Waiting(_)))
-        else {
+        // Else it was removed meanwhile, or tried with others of its group. Who removes it now waits for the end of this try.
+        let is_due = |entry: &&Entry| matches!(&entry.phase, Phase::Waiting(wait) if wait.is_due(now));
+        let Some(entry) = table.entry(&spec.name).filter(is_due) else {
             return;
         };
         let _use = entry.users.begin("being opened");
         drop(table);
-        let opened = self.open_entered(spec);
+        let (others, _uses) = self.use_waiting_with(spec);
+        let all: Vec<DiskSpec> = [spec.clone()].into_iter().chain(others).collect();
+        let opened = self.open_entered(&all);
         let mut table = self.table.lock();
-        match opened {
-            Ok(()) => table.try_exports_now(&spec.name),
-            Err(error) => {
-                if table.wait_of_disk(&spec.name).is_some_and(|wait| wait.longer(&error)) {
-                    tracing::error!(disk = spec.name, "still cannot be opened: {}", why(&error));
+        for spec in &all {
+            match &opened {
+                Ok(()) => table.try_exports_now(&spec.name),
+                Err(error) => {
+                    if table.wait_of_disk(&spec.name).is_some_and(|wait| wait.longer(error)) {
+                        tracing::error!(disk = spec.name, "still cannot be opened: {}", why(error));
+                    }
                 }
             }
         }

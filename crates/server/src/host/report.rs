@@ -123,7 +123,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         failed: disk.and_then(|disk| disk.failure()),
         finalizing: disk.is_some_and(|disk| disk.is_finalizing()),
         finalize_failures: disk.map_or(0, |disk| disk.finalize_failures()),
-        tier: entry.tier.as_ref().map(|tier| tier_status(&tier.status())),
+        tier: entry.tier.as_ref().map(|(tier, _)| tier_status(&tier.status())),
         metadata_hits: stats.metadata_hits[0],
         metadata_misses: stats.metadata_misses[0],
     }

@@ -52,10 +52,11 @@ impl Host {
             return Err(vmstrata_disk::Error::from(vmstrata_disk::ErrorKind::ReadOnly).into());
         }
         snapshot::find(&path, &asked.snapshot, &options.open)?;
-        let disk = self.take_out(name)?;
+        let names = [name.to_owned()];
+        let disk = self.take_out(&names)?.pop().expect("one for each name");
         let reverted = close_and_release(name, disk)
             .and_then(|()| Ok(snapshot::revert(&path, &asked.snapshot, &options, &self.resources)?));
-        let back = self.put_back(&spec);
+        let back = self.put_back(&[spec]);
         let reverted = reverted?;
         back?;
         self.tell(Event::SnapshotReverted { disk: name.to_owned(), snapshot: asked.snapshot.clone() });
@@ -68,7 +69,7 @@ impl Host {
         })
     }
 
-    /// The same of a tiered disk: its state becomes its next epoch.
+    /// The same of a tiered disk, with all disks of its group: that state becomes the next epoch.
     fn revert_tiered(
         &self,
         spec: &DiskSpec,
@@ -86,15 +87,24 @@ impl Host {
         if let Some(repository) = place.open_repository()? {
             find_state(&*repository, &asked.snapshot, now_ns())?;
         }
-        let disk = self.take_out(name)?;
+        let table = self.table.lock();
+        let names = table.published_with(name);
+        let specs = names.iter().filter_map(|name| Some(table.entry(name)?.spec.clone()));
+        let specs: Vec<DiskSpec> = specs.collect();
+        drop(table);
+        let disks = self.take_out(&names)?;
         self.end_tier(name);
         let open = self.open_options(spec);
-        let reverted = close_and_release(name, disk)
+        let closed = names.iter().zip(disks).map(|(name, disk)| close_and_release(name, disk));
+        let reverted = closed
+            .fold(Ok(()), Result::and)
             .and_then(|()| Ok(revert(&place, &asked.snapshot, &open, &self.resources)?));
-        let back = self.put_back(spec);
+        let back = self.put_back(&specs);
         let aside = reverted?;
         back?;
-        self.tell(Event::SnapshotReverted { disk: name.clone(), snapshot: asked.snapshot.clone() });
+        for disk in names {
+            self.tell(Event::SnapshotReverted { disk, snapshot: asked.snapshot.clone() });
+        }
         Ok(SnapshotReverted {
             disk: name.clone(),
             snapshot: asked.snapshot,
@@ -103,22 +113,30 @@ impl Host {
         })
     }
 
-    /// Shuts the exports of a disk that is not in use, ends its jobs, and hands it out.
-    fn take_out(&self, name: &str) -> Result<Arc<Disk>, Error> {
-        let mut table = self.unused(name, PATIENCE)?;
-        let disk = Arc::clone(table.serving(name)?.1);
-        table.check_idle(name)?;
-        table.set_phase(name, Phase::Closing);
-        let own = table.exports.iter_mut().filter(|export| export.is_only_for(name));
-        let own: Vec<(u64, State)> =
-            own.map(|export| (export.id, export.shut(format!("disk '{name}' is being reverted")))).collect();
+    /// Shuts the exports of disks that are not in use, ends their jobs, and hands them out.
+    fn take_out(&self, names: &[String]) -> Result<Vec<Arc<Disk>>, Error> {
+        let mut table = self.unused(names, PATIENCE)?;
+        let mut disks = Vec::with_capacity(names.len());
+        for name in names {
+            disks.push(Arc::clone(table.serving(name)?.1));
+            table.check_idle(name)?;
+        }
+        let mut own: Vec<(u64, State)> = Vec::new();
+        for name in names {
+            table.set_phase(name, Phase::Closing);
+            let exports = table.exports.iter_mut().filter(|export| export.is_only_for(name));
+            own.extend(
+                exports.map(|export| (export.id, export.shut(format!("disk '{name}' is being reverted")))),
+            );
+        }
         let shared = table.nbd();
         drop(table);
         for export in &shared {
-            export.exports().remove(name);
+            names.iter().for_each(|name| _ = export.exports().remove(name));
         }
         // A client that came in since the check is in now, and no other comes in.
-        let clients: usize = shared.iter().map(|export| export.connections_of(name)).sum();
+        let clients: usize =
+            names.iter().flat_map(|name| shared.iter().map(|export| export.connections_of(name))).sum();
         let mut by = (clients > 0).then(|| "an NBD client".to_owned());
         for (id, state) in own {
             if let State::VhostUser(server) = &state
@@ -132,27 +150,32 @@ impl Host {
             }
         }
         if let Some(by) = by {
-            let spec = self.table.lock().entry(name).map(|entry| entry.spec.clone());
-            let spec = spec.ok_or_else(|| Error::NoSuchDisk { name: name.to_owned() })?;
-            drop(self.let_in(&spec, disk)?);
-            self.open_exports(name)?;
-            return Err(Error::Attached { name: name.to_owned(), by });
+            let table = self.table.lock();
+            let specs: Vec<DiskSpec> =
+                names.iter().filter_map(|name| Some(table.entry(name)?.spec.clone())).collect();
+            drop(table);
+            drop(self.let_in(&specs, disks)?);
+            names.iter().try_for_each(|name| self.open_exports(name))?;
+            return Err(Error::Attached { name: names.join("', '"), by });
         }
-        self.jobs.end(Some(name));
-        Ok(disk)
+        names.iter().for_each(|name| self.jobs.end(Some(name)));
+        Ok(disks)
     }
 
-    /// Opens a disk that was taken out, and its exports. What cannot be opened waits.
-    fn put_back(&self, spec: &DiskSpec) -> Result<(), Error> {
-        self.table.lock().set_phase(&spec.name, Phase::Opening);
-        let opened = self.open_and_let_in(spec);
+    /// Opens disks that were taken out, and their exports. What cannot be opened waits.
+    fn put_back(&self, specs: &[DiskSpec]) -> Result<(), Error> {
+        specs.iter().for_each(|spec| self.table.lock().set_phase(&spec.name, Phase::Opening));
+        let opened = self.open_and_let_in(specs);
         if let Err(error) = &opened {
-            self.table.lock().set_phase(&spec.name, Phase::Waiting(Wait::new(error)));
+            for spec in specs {
+                self.table.lock().set_phase(&spec.name, Phase::Waiting(Wait::new(error)));
+            }
         }
-        let exports = self.open_exports(&spec.name);
-        let disk = opened?;
-        // The job that did so has ended with the disk.
-        self.mend_index(&spec.name, &disk);
+        let exports = specs.iter().map(|spec| self.open_exports(&spec.name)).fold(Ok(()), Result::and);
+        for (spec, disk) in specs.iter().zip(opened?) {
+            // The job that did so has ended with the disk.
+            self.mend_index(&spec.name, &disk);
+        }
         self.due.now();
         exports
     }
@@ -208,9 +231,10 @@ mod tests {
         let export = api::VhostUserSpec { disk: "a".into(), socket: text(&socket), ..Default::default() };
         let id = host.add_export(api::ExportSpec::VhostUser(export)).unwrap();
 
-        close_and_release("a", host.take_out("a").unwrap()).unwrap();
+        let disk = host.take_out(&["a".to_owned()]).unwrap().remove(0);
+        close_and_release("a", disk).unwrap();
         std::fs::rename(&path, &aside).unwrap();
-        host.put_back(&spec).unwrap_err();
+        host.put_back(&[spec]).unwrap_err();
         let why = host.disks()[0].open_error.clone().expect("it waits");
         assert!(why.contains("a.qcow2") && host.disks()[0].added, "{why}");
         assert_eq!(host.export(id).unwrap().open_error.as_deref(), Some("disk 'a' is not open"));

@@ -1,13 +1,14 @@
 //! Snapshots of disks that are served. A snapshot is answered when it is on stable storage; what is left to do then is done
 //! on a thread of its own, or by the next change of the disk.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use vmstrata_api::{Event, Quiesce, SnapshotLayer, SnapshotSpec, SnapshotTaken};
 use vmstrata_disk::snapshot::{SnapshotInfo, now_ns, state_of};
 use vmstrata_disk::{Disk, Taken, Together};
-use vmstrata_tier::Tiered;
+use vmstrata_tier::{TakenState, Tiered};
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::quiesce::{WithAgent, longest_label, quiesce};
@@ -92,50 +93,65 @@ fn info(asked: &SnapshotSpec, label: Option<(String, String)>) -> SnapshotInfo {
 }
 
 impl Host {
-    /// A snapshot of a tiered disk is there when it is published, for which not everyone waits.
+    /// A snapshot of a tiered disk is there when it is published, for which not everyone waits. It is one of all disks of its group, whichever
+    /// are asked for.
     fn take_tiered(
         &self,
         asked: SnapshotSpec,
-        tier: &Tiered,
+        (tier, numbers): &(Arc<Tiered>, Vec<usize>),
         agents: &[WithAgent],
     ) -> Result<SnapshotTaken, Error> {
         let how = how(&asked);
         let mut quiesced = quiesce(agents, how, Patience::default(), &self.guards)?;
         let info = info(&asked, quiesced.label());
-        let [disk] = &asked.disks[..] else { unreachable!("one that is tiered goes alone") };
         let mut thawed = None;
         let taken = if asked.publish_later {
-            let path = self.table.lock().serving(disk)?.0.path.clone();
-            tier.cut_for(&info).map(|cut| (state_of(&path, &info.name), cut.pause))
+            let state = |disk: &String| {
+                let path = self.table.lock().serving(disk)?.0.path.clone();
+                Ok(state_of(&path, &info.name))
+            };
+            let states = asked.disks.iter().map(state).collect::<Result<Vec<_>, Error>>()?;
+            tier.cut_for(&info).map(|cut| (states, cut.pause))
         } else {
             let deadline = Instant::now() + SYNC_PATIENCE;
             let taken = tier.snapshot(&info, deadline, || thawed = Some(quiesced.thaw(how)));
-            taken.map(|taken| (taken.layer, taken.pause))
+            let layers =
+                |taken: &TakenState| numbers.iter().map(|&number| taken.layers[number].clone()).collect();
+            taken.map(|taken| (layers(&taken), taken.pause))
         };
         let thawed = thawed.unwrap_or_else(|| quiesced.thaw(how));
-        let (layer, pause) = taken?;
-        self.tell(Event::SnapshotTaken { disk: disk.clone(), snapshot: info.name.clone() });
-        let layer = SnapshotLayer { disk: disk.clone(), layer: path_to_text(&layer), was_raw: false };
+        let (layers, pause) = taken?;
+        let told = |(disk, layer): (String, PathBuf)| {
+            self.tell(Event::SnapshotTaken { disk: disk.clone(), snapshot: info.name.clone() });
+            SnapshotLayer { disk, layer: path_to_text(&layer), was_raw: false }
+        };
+        let disks = asked.disks.into_iter().zip(layers).map(told).collect();
         thawed?;
         Ok(SnapshotTaken {
             pause_us: u64::try_from(pause.as_micros()).unwrap_or(u64::MAX),
             quiesced: quiesced.is_quiesced(),
             not_quiesced_because: quiesced.why_not,
-            disks: vec![layer],
+            disks,
             name: info.name,
         })
     }
 }
 
 impl Table {
-    /// What publishes the disk of a snapshot, if it is a tiered one, which goes alone.
-    fn tier_of(&self, names: &[String]) -> Result<Option<Arc<Tiered>>, Error> {
-        let tiered = names.iter().find_map(|name| Some((name, self.entry(name)?.tier.clone()?)));
-        match tiered {
-            Some((name, _)) if names.len() > 1 => {
-                Err(Error::Tiered { name: name.clone(), what: "snapshots of several disks" })
-            }
-            tiered => Ok(tiered.map(|(_, tier)| tier)),
+    /// What publishes the disks of a snapshot, if they are tiered ones, of one group, and their numbers there.
+    fn tier_of(&self, names: &[String]) -> Result<Option<(Arc<Tiered>, Vec<usize>)>, Error> {
+        let of = |name: &String| self.entry(name).and_then(|entry| entry.tier.clone());
+        let Some((name, (tier, _))) = names.iter().find_map(|name| Some((name, of(name)?))) else {
+            return Ok(None);
+        };
+        let is_same = |found: &(Arc<Tiered>, usize)| Arc::ptr_eq(&found.0, &tier);
+        let numbers = names.iter().map(|name| of(name).filter(is_same).map(|(_, number)| number));
+        match numbers.collect::<Option<Vec<_>>>() {
+            Some(numbers) => Ok(Some((tier, numbers))),
+            None => Err(Error::Tiered {
+                name: name.clone(),
+                what: "snapshots together with disks that are not of its group",
+            }),
         }
     }
 

@@ -1,6 +1,7 @@
 //! Tiered disks of the host: opened with what publishes them, and closed after it has ended.
 
 use std::num::NonZeroU64;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -33,16 +34,20 @@ impl DiskSpec {
 }
 
 impl Host {
+    /// Opens a tiered disk, or all those of a group, in their order. `options` says how each is opened.
     pub(super) fn open_tiered(
         &self,
-        spec: &DiskSpec,
+        specs: &[DiskSpec],
         tier: &TierSpec,
-        options: &OpenOptions,
-    ) -> Result<Arc<Disk>, Error> {
-        let place = Place::of(&spec.path, &tier.dir)?;
-        self.refuse_served(spec, &place.disk())?;
+        options: &[OpenOptions],
+    ) -> Result<Vec<Arc<Disk>>, Error> {
+        let spec = &specs[0];
+        let place = place_of(specs, tier)?;
+        for (member, spec) in place.members().iter().zip(specs) {
+            self.refuse_served(spec, &member.disk())?;
+        }
         let place = place.read_through(self.caches.of(&tier.dir, tier.on_missing)?);
-        let (disk, tiered) = Tiered::open(&place, tier.options(&self.wire), options, &self.resources)?;
+        let (disks, tiered) = Tiered::open(&place, tier.options(&self.wire), options, &self.resources)?;
         let head = tiered.status();
         let durable = match head.window.durability {
             DurableAt::Host => "here at once, and in the repository within",
@@ -56,16 +61,20 @@ impl Host {
         for warning in &head.mount_warnings {
             tracing::warn!(disk = spec.name, "{warning}");
         }
-        if let Some(entry) = self.table.lock().entry_mut(&spec.name) {
-            entry.tier = Some(Arc::new(tiered));
+        let tiered = Arc::new(tiered);
+        let mut table = self.table.lock();
+        for (number, spec) in specs.iter().enumerate() {
+            if let Some(entry) = table.entry_mut(&spec.name) {
+                entry.tier = Some((Arc::clone(&tiered), number));
+            }
         }
-        Ok(disk)
+        Ok(disks)
     }
 
     fn tier(&self, name: &str) -> Result<Arc<Tiered>, Error> {
         let table = self.table.lock();
         table.serving(name)?;
-        let tier = table.entry(name).and_then(|entry| entry.tier.clone());
+        let tier = table.entry(name).and_then(|entry| Some(entry.tier.clone()?.0));
         tier.ok_or_else(|| Error::NotTiered { name: name.to_owned() })
     }
 
@@ -115,13 +124,13 @@ impl Host {
         Ok(self.tier_rate())
     }
 
-    /// Publishes the rest of a disk without users, then stops publishing it.
+    /// Publishes the rest of a disk, or of all of a group, without users, then stops publishing it.
     ///
     /// # Errors
     /// What could not be published, and stays on this host.
     pub(super) fn publish_last(&self, name: &str) -> Result<(), Error> {
         let tier = self.table.lock().entry(name).and_then(|entry| entry.tier.clone());
-        let published = tier.map(|tier| tier.sync(Instant::now() + LAST_PATIENCE));
+        let published = tier.map(|(tier, _)| tier.sync(Instant::now() + LAST_PATIENCE));
         self.end_tier(name);
         match published {
             Some(Err(error)) => Err(Error::NotAllPublished { name: name.to_owned(), why: error.to_string() }),
@@ -129,9 +138,15 @@ impl Host {
         }
     }
 
-    /// Ends what publishes a disk, before that is closed.
+    /// Ends what publishes a disk, and the others of its group, before they are closed.
     pub(super) fn end_tier(&self, name: &str) {
-        let tier = self.table.lock().entry_mut(name).and_then(|entry| entry.tier.take());
+        let mut table = self.table.lock();
+        let all = table.published_with(name);
+        let mut tier = None;
+        for name in all {
+            tier = table.entry_mut(&name).and_then(|entry| entry.tier.take()).map(|(tier, _)| tier);
+        }
+        drop(table);
         if tier.is_some_and(|tier| !tier.stop(Instant::now() + END_PATIENCE)) {
             tracing::error!(disk = name, "its repository does not answer: this server still waits for it");
         }
@@ -144,13 +159,31 @@ impl Host {
             .disks
             .iter()
             .filter_map(|entry| entry.tier.as_ref())
-            .for_each(|tier| tier.begin_stop());
+            .for_each(|(tier, _)| tier.begin_stop());
     }
 }
 
 fn pending(snapshot: &PendingSnapshot) -> api::PendingSnapshot {
     let PendingSnapshot { name, taken_ns, epoch, .. } = snapshot;
     api::PendingSnapshot { name: name.clone(), taken_ns: *taken_ns, epoch: epoch.get() }
+}
+
+/// Where the parts of a tiered disk lie, or those of a group.
+fn place_of(specs: &[DiskSpec], tier: &TierSpec) -> Result<Place, Error> {
+    let spec = &specs[0];
+    let Some(group) = &tier.group else {
+        let place = Place::of(&spec.path, &tier.dir)?;
+        return match place.group_name() {
+            Some(group) => Err(Error::InGroup { name: spec.name.clone(), group: group.to_owned() }),
+            None => Ok(place),
+        };
+    };
+    if let Some(other) = specs.iter().find(|other| other.tier.as_ref() != Some(tier)) {
+        let (one, other) = (spec.name.clone(), other.name.clone());
+        return Err(Error::GroupDiffers { group: group.clone(), one, other });
+    }
+    let paths: Vec<&Path> = specs.iter().map(|spec| spec.path.as_path()).collect();
+    Ok(Place::group(group, &paths, &tier.dir)?)
 }
 
 /// In the API's words.
@@ -169,6 +202,7 @@ pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
         state,
         error,
         stalled_seconds,
+        group: status.group.clone(),
         repository: path_to_text(&status.repository),
         local: path_to_text(&status.local),
         owner: status.owner.to_string(),

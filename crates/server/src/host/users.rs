@@ -109,24 +109,32 @@ impl Table {
 }
 
 impl Host {
-    /// The table at a moment at which nobody uses the disk but its exports and its jobs.
+    /// The table at a moment at which nobody uses the disks but their exports and their jobs.
     ///
     /// # Errors
     /// No such disk, one that is neither served nor waits, or one that is used for longer than `patience`: nothing has changed.
-    pub(super) fn unused(&self, name: &str, patience: Duration) -> Result<MutexGuard<'_, Table>, Error> {
+    pub(super) fn unused(
+        &self,
+        names: &[String],
+        patience: Duration,
+    ) -> Result<MutexGuard<'_, Table>, Error> {
         let deadline = Instant::now() + patience;
         loop {
             let table = self.table.lock();
-            match table.serving(name) {
-                Ok(_) | Err(Error::NotOpen { .. }) => {}
-                Err(error) => return Err(error),
+            let mut used = None;
+            for name in names {
+                match table.serving(name) {
+                    Ok(_) | Err(Error::NotOpen { .. }) => {}
+                    Err(error) => return Err(error),
+                }
+                let users = &table.entry(name).expect("it is there").users;
+                if users.now().is_some() {
+                    used = Some((name, Arc::clone(users)));
+                }
             }
-            let users = Arc::clone(&table.entry(name).expect("it is there").users);
-            if users.now().is_none() {
-                return Ok(table);
-            }
+            let Some((name, users)) = used else { return Ok(table) };
             drop(table);
-            users.wait(deadline).map_err(|doing| Error::Busy { name: name.to_owned(), doing })?;
+            users.wait(deadline).map_err(|doing| Error::Busy { name: name.clone(), doing })?;
         }
     }
 }

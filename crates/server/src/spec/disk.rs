@@ -10,7 +10,7 @@ use vmstrata_api as api;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
 use vmstrata_disk::{DetectZeroes, Format, Limits};
 use vmstrata_store::CacheMode;
-use vmstrata_tier::{DurableAt, OnMissing, OnOutage, TierOptions, Wire, age_of};
+use vmstrata_tier::{DurableAt, OnMissing, OnOutage, TierOptions, Wire, age_of, is_group_name};
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::{SpecError, check_name, check_path, limits_of, shown_limits, stem};
@@ -53,6 +53,8 @@ pub struct DiskSpec {
 pub struct TierSpec {
     /// The directory on this host that has its copies of disks.
     pub dir: PathBuf,
+    /// The group of disks that it is published with.
+    pub group: Option<String>,
     /// How old a write is at most when it is published; `None` leaves it to the engine.
     pub window: Option<Duration>,
     /// For how long states can be opened that are not the newest any more; `None` leaves it to the engine.
@@ -78,6 +80,7 @@ impl TierSpec {
     fn of(asked: &api::DiskSpec) -> Result<Option<Self>, SpecError> {
         let Some(dir) = &asked.tier else {
             let keys = [
+                ("group", asked.group.is_some()),
                 ("window", asked.window.is_some()),
                 ("epochs", asked.epochs.is_some()),
                 ("on-missing", asked.on_missing.is_some()),
@@ -98,6 +101,9 @@ impl TierSpec {
         if let Some((key, _)) = refused.into_iter().find(|(_, is_asked)| *is_asked) {
             return Err(SpecError::NotTiered { key });
         }
+        if let Some(group) = asked.group.as_ref().filter(|group| !is_group_name(group)) {
+            return Err(SpecError::Group { group: group.clone() });
+        }
         let window = asked.window.map(Duration::from_secs);
         let [shortest, longest] = TierOptions::WINDOWS;
         if let Some(window) = window.filter(|window| !(shortest..=longest).contains(window)) {
@@ -110,6 +116,7 @@ impl TierSpec {
         }
         Ok(Some(Self {
             dir: path_from_text(dir),
+            group: asked.group.clone(),
             window,
             epochs,
             on_missing,
@@ -298,6 +305,7 @@ impl From<&DiskSpec> for api::DiskSpec {
                 .map(|backing| backing.iter().map(|path| path_to_text(path)).collect()),
             limits: shown_limits(spec.limits),
             tier: spec.tier.as_ref().map(|tier| path_to_text(&tier.dir)),
+            group: spec.tier.as_ref().and_then(|tier| tier.group.clone()),
             window: spec.tier.as_ref().and_then(|tier| tier.window).map(|window| window.as_secs()),
             epochs: spec
                 .tier
@@ -346,6 +354,11 @@ pub(crate) fn shown_detect_zeroes(detect_zeroes: DetectZeroes) -> api::DetectZer
 }
 
 impl DiskSpec {
+    /// The group of disks that it is published with.
+    pub(crate) fn group(&self) -> Option<&str> {
+        self.tier.as_ref()?.group.as_deref()
+    }
+
     /// The same with absolute paths: those who read them in the status may be in another directory.
     ///
     /// # Errors

@@ -43,9 +43,12 @@ pub fn writes_of(content: &[u8]) -> u64 {
 
 /// An ordinary image of a stock tool.
 pub fn image(dir: &Path) -> PathBuf {
-    let path = dir.join("web.qcow2");
-    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), &SIZE.to_string()]);
-    path
+    image_at(&dir.join("web.qcow2"))
+}
+
+pub fn image_at(path: &Path) -> PathBuf {
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(path), &SIZE.to_string()]);
+    path.to_owned()
 }
 
 /// Opens the disk on the host that keeps its copies in `tier`. It is cut when it is asked to be.
@@ -60,7 +63,8 @@ pub fn host_with(path: &Path, tier: &Path, window: Duration) -> Result<(Arc<Disk
 pub fn host_as(path: &Path, tier: &Path, options: TierOptions) -> Result<(Arc<Disk>, Tiered), Error> {
     let place = Place::of(path, tier)?;
     let resources = Resources::new(ResourceOptions::default());
-    Tiered::open(&place, options, &OpenOptions::default(), &resources)
+    let (mut disks, tiered) = Tiered::open(&place, options, &[OpenOptions::default()], &resources)?;
+    Ok((disks.remove(0), tiered))
 }
 
 /// Cuts and publishes.
@@ -84,15 +88,16 @@ pub fn newest_of(path: &Path) -> Head {
     newest(&repository as &dyn Repository).unwrap().expect("a head")
 }
 
-/// What stock tools read of the state that a head names, all of whose layers they find clean.
+/// What stock tools read of the disk at a path in the state that a head names, all of whose layers they find clean.
 pub fn published(head: &Head, path: &Path) -> Vec<u8> {
     let repository = repository_of(path);
     let layer = |object: &vmstrata_tier::Object| repository.join(object.id.layer_name().as_str());
-    for object in head.epoch.objects() {
+    let state = head.epoch.disk(path.file_name().unwrap().to_str().unwrap()).expect("a disk of the epoch");
+    for object in &state.objects {
         let path = layer(object);
         assert_clean(&path);
         let bytes = std::fs::read(&path).unwrap();
         assert!(bytes.len() as u64 == object.bytes && blake3::hash(&bytes) == object.blake3, "{path:?}");
     }
-    content(&repository.join(head.epoch.disks[0].newest().layer_name().as_str()), "qcow2")
+    content(&layer(state.objects.last().unwrap()), "qcow2")
 }

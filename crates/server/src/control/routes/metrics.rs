@@ -272,6 +272,7 @@ mod tests {
 
     fn tier() -> TierStatus {
         TierStatus {
+            group: None,
             state: TierState::Stalled,
             error: Some("no answer".to_owned()),
             stalled_seconds: Some(60),
