@@ -23,7 +23,7 @@ pub fn format_parser() -> impl TypedValueParser<Value = Format> {
 }
 
 /// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
-/// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,window=SECONDS][,epochs=TIME]
+/// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,group=NAME][,window=SECONDS][,epochs=TIME]
 /// [,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE][,durability=host|repository]][,LIMITS]`.
 ///
 /// # Errors
@@ -206,11 +206,11 @@ mod tests {
         let backing = |text| parse_disk(text).unwrap().backing;
         assert_eq!(backing("path=a,backing=none"), Some(Vec::new()));
         assert_eq!(backing("path=a,backing=/b.raw:/c"), Some(vec!["/b.raw".into(), "/c".into()]));
-        let keys =
-            "window=5,epochs=90m,on-missing=error:9,on-outage=stall,outage-bytes=10G,durability=repository";
+        let keys = "group=guest,window=5,epochs=90m,on-missing=error:9,on-outage=stall,outage-bytes=10G,durability=repository";
         let tier = parse_disk(format!("path=a,tier=/var/lib/vmstrata,{keys}")).unwrap().tier.unwrap();
         let seconds = Duration::from_secs;
         assert_eq!((tier.dir.as_path(), tier.window), (Path::new("/var/lib/vmstrata"), Some(seconds(5))));
+        assert_eq!(tier.group.as_deref(), Some("guest"));
         assert_eq!((tier.epochs, tier.on_missing), (Some(seconds(5400)), OnMissing::Error(seconds(9))));
         assert_eq!((tier.on_outage, tier.durability), (OnOutage::Stall, DurableAt::Repository));
         assert_eq!(tier.outage_bytes.map(|bytes| bytes.get()), Some(10 << 30));
@@ -273,6 +273,8 @@ mod tests {
             ("path=a,tier=b,epochs=1m", "'epochs' is a time from 10m to 24h, such as 90m, not '1m'"),
             ("path=a,tier=b,on-outage=fail", "unknown variant `fail`, expected `continue` or `stall`"),
             ("path=a,durability=repository", "'durability' goes with 'tier'"),
+            ("path=a,group=guest", "'group' goes with 'tier'"),
+            ("path=a,tier=b,group=my guest", "'my guest' is no group's name"),
         ] {
             let error = error_of(parse_disk(text));
             assert!(error.contains(part), "{text}: {error}");

@@ -632,3 +632,129 @@ fn epochs_are_held_and_the_rate_is_changed_while_the_server_runs() {
     assert!(refused.contains("1 s to 1 h"), "{refused}");
     assert!(server.stop().success());
 }
+
+/// Two disks of a guest, and what they should hold.
+struct Pair {
+    images: Images,
+}
+
+impl Pair {
+    const NAMES: [&str; 2] = ["log", "data"];
+
+    fn new() -> Self {
+        let images = Images::new();
+        fs::create_dir(images.path("nas")).unwrap();
+        let pair = Self { images };
+        for image in Self::NAMES.iter().flat_map(|name| [pair.path(name), pair.model(name)]) {
+            tool_ok("qemu-img", ["create", "-q", "-f", "qcow2", &image, "64M"]);
+        }
+        pair
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.images.name(&format!("nas/{name}.qcow2"))
+    }
+
+    fn model(&self, name: &str) -> String {
+        self.images.name(&format!("{name}-model.qcow2"))
+    }
+
+    fn disk(&self, host: &str, name: &str) -> String {
+        format!("path={},tier={},group=guest,window=600", self.path(name), self.images.name(host))
+    }
+
+    fn args(&self, host: &str) -> Vec<String> {
+        let nbd = ["--nbd".to_owned(), format!("unix:{},rw", self.images.name(&format!("{host}.sock")))];
+        let disks = Self::NAMES.iter().flat_map(|name| ["--disk".to_owned(), self.disk(host, name)]);
+        disks.chain(nbd).collect()
+    }
+
+    fn serve(&self, host: &str) -> Server {
+        let args = self.args(host);
+        Server::start(&args.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    /// The guest writes to both disks, and so do the models.
+    fn write(&self, server: &Server, command: &str) {
+        for name in Self::NAMES {
+            tool_ok("qemu-io", ["-f", "raw", "-c", command, "-c", "flush", &server.uri(name)]);
+            tool_ok("qemu-io", ["-f", "qcow2", "-c", command, &self.model(name)]);
+        }
+    }
+
+    fn assert_published(&self) {
+        for name in Self::NAMES {
+            assert_clean(self.path(name).as_ref());
+            tool_ok("qemu-img", ["compare", &self.path(name), &self.model(name)]);
+        }
+    }
+}
+
+#[test]
+fn a_group_is_published_taken_over_and_removed_as_one() {
+    let pair = Pair::new();
+    let first = pair.serve("a");
+    pair.write(&first, "write -P 1 0 1M");
+    let said = first.ask_ok(["tier", "sync", "data"]);
+    assert!(said.contains("epoch 2") && said.contains("all is published"), "{said}");
+    pair.assert_published();
+    let said = first.ask_ok(["tier", "status", "log"]);
+    assert!(said.contains("group guest") && said.contains("guest.group"), "{said}");
+    // One of it names the state of all.
+    let both = first.ask_ok(["snapshot", "create", "log", "data", "--name", "mon", "--json"]);
+    assert_eq!(serde_json::from_str::<Value>(&both).unwrap()["disks"].as_array().unwrap().len(), 2);
+    first.ask_ok(["snapshot", "create", "data", "--name", "tue"]);
+    for name in Pair::NAMES {
+        let listed = run_ok(["snapshot", "list", &pair.path(name)]);
+        assert!(listed.contains("mon") && listed.contains("tue"), "{listed}");
+        tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 9 0 1M", "-c", "flush", &first.uri(name)]);
+    }
+    first.crash();
+
+    let (path, tier) = (pair.path("data"), pair.images.name("b"));
+    let told = run_err(1, ["tier", "takeover", &path, "--tier", &tier]);
+    assert!(told.contains("log.qcow2") && told.contains("--yes"), "{told}");
+    let said = run_ok(["tier", "takeover", &path, "--tier", &tier, "--yes"]);
+    assert!(said.contains(&format!("--disk path={},tier={tier},group=guest", pair.path("log"))), "{said}");
+    let second = pair.serve("b");
+    pair.write(&second, "write -P 2 4M 1M");
+    second.ask_ok(["tier", "sync", "log"]);
+    pair.assert_published();
+
+    // A disk of another kind is not part of it, nor is a new one.
+    let other = pair.images.name("nas/other.qcow2");
+    tool_ok("qemu-img", ["create", "-q", "-f", "qcow2", &other, "1M"]);
+    second.ask_ok(["disk", "add", &format!("path={other}")]);
+    let refused = second.ask_err(["snapshot", "create", "log", "other", "--name", "wed"]);
+    assert!(refused.contains("not of its group"), "{refused}");
+    second.ask_ok(["disk", "remove", "other"]);
+    let refused = second.ask_err(["disk", "add", &format!("path={other},tier={tier},group=new")]);
+    assert!(refused.contains("group 'new' is not published yet"), "{refused}");
+    let refused = run_err(1, ["tier", "detach", &path, "--tier", &tier, "--yes"]);
+    assert!(refused.contains("not detached"), "{refused}");
+
+    let said = second.ask_ok(["snapshot", "revert", "log", "tue", "--yes"]);
+    assert!(said.contains(".branch-"), "{said}");
+    for name in Pair::NAMES {
+        tool_ok("qemu-io", ["-f", "qcow2", "-c", "write -P 0 4M 1M", &pair.model(name)]);
+        let read = tool_ok("qemu-io", ["-f", "raw", "-c", "read -P 0 4M 1M", &second.uri(name)]);
+        assert!(!read.contains("failed"), "{read}");
+    }
+    pair.write(&second, "write -P 3 8M 1M");
+    second.ask_ok(["disk", "remove", "log"]);
+    assert!(!second.ask_ok(["status"]).contains("data"));
+    pair.assert_published();
+
+    // They are added one after the other, and served when both are there.
+    let refused = second.ask_err(["disk", "add", &format!("path={path},tier={tier}")]);
+    assert!(refused.contains("of group 'guest'"), "{refused}");
+    second.ask_ok(["disk", "add", &pair.disk("b", "log")]);
+    assert!(second.ask_ok(["status"]).contains("data.qcow2 is published with it"));
+    second.ask_ok(["disk", "add", &pair.disk("b", "data")]);
+    for name in Pair::NAMES {
+        let uri = format!("nbd+unix:///{name}?socket={}", pair.images.name("b.sock"));
+        let read = tool_ok("qemu-io", ["-f", "raw", "-c", "read -P 3 8M 1M", &uri]);
+        assert!(!read.contains("failed"), "{read}");
+    }
+    assert!(second.stop().success());
+}

@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::flat::{read, write};
-use common::stock::{assert_clean, content, path_str, qemu_img};
 use common::scratch;
+use common::stock::{assert_clean, content, path_str, qemu_img};
 use tier_support::{SIZE, block, image_at, place, published, soon, sync, writes_of};
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};

@@ -109,8 +109,9 @@ pub enum DiskCommand {
     Add {
         /// path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
         /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]
-        /// [,tier=DIR[,window=SECONDS][,epochs=TIME][,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall]
-        /// [,outage-bytes=SIZE][,durability=host|repository]][,LIMITS], as for `serve --disk`
+        /// [,tier=DIR[,group=NAME][,window=SECONDS][,epochs=TIME][,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall]
+        /// [,outage-bytes=SIZE][,durability=host|repository]][,LIMITS], as for `serve --disk`. A disk of a group
+        /// waits until all of the group were added
         #[arg(value_name = "SPEC", value_parser = OsStringValueParser::new().try_map(|text| parse_api_disk(text).map(Box::new)))]
         spec: Box<api::DiskSpec>,
         /// Which server.
@@ -138,7 +139,7 @@ pub enum DiskCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Close a disk: its exports are drained, its image is left clean, its files are unlocked
+    /// Close a disk, and the others of its group: exports are drained, images are left clean, files are unlocked
     #[command(after_help = "Examples:\n  vmstrata disk remove web\n  vmstrata disk remove web --force")]
     Remove {
         /// The disk's name, or its path

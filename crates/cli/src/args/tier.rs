@@ -44,7 +44,7 @@ same. The end of the server ends it, as does a budget that is used up (the disk'
         after_help = "Examples:\n  vmstrata tier rate\n  vmstrata tier rate 40M\n  vmstrata tier rate none"
     )]
     Rate(TierRateArgs),
-    /// Take a disk over whose host is off: what that host published is served by this one from then on
+    /// Take a disk over, with those of its group, whose host is off: what that host published is served by this one from then on
     #[command(
         after_help = "Examples:\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes\n\nMake sure that the other host is off, or at least that its guest is. If it is not, it can publish nothing more, refuses writes \
 at its next try, and keeps what it had not published. A copy that this host has from before is put aside, and named.\n\

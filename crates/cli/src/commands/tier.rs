@@ -13,7 +13,7 @@ use vmstrata_disk::snapshot::now_ns;
 use vmstrata_disk::{OpenOptions, probe_layer};
 use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_tier::{
-    Branch, Detach, Head, Place, Whole, is_object_name, newest, newest_whole, repository_of,
+    Branch, Detach, Head, Place, Whole, group_of, is_object_name, newest, newest_whole, repository_of,
 };
 use vmstrata_types::path_to_text;
 
@@ -51,6 +51,9 @@ pub fn run(args: &TierArgs) -> Result<ExitCode> {
 #[derive(Debug, Serialize)]
 struct Published {
     disk: String,
+    /// The disks that are published together, itself among them, if there are more.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    group: Vec<String>,
     repository: String,
     owner: String,
     generation: u64,
@@ -69,6 +72,9 @@ impl Published {
         let epoch = &head.epoch;
         Self {
             disk: path_to_text(disk),
+            group: group_of(disk).map_or_else(Vec::new, |_| {
+                epoch.disks.iter().map(|state| path_to_text(&disk.with_file_name(&state.name))).collect()
+            }),
             repository: path_to_text(&repository_of(disk)),
             owner: head.owner.to_string(),
             generation: head.generation.get(),
@@ -83,8 +89,12 @@ impl Published {
     fn text(&self) -> String {
         let (age, layers) = (duration(self.epoch_age_seconds), counted(self.epoch_layers, "layer"));
         let Self { disk, epoch, generation, owner, .. } = self;
+        let together = match &self.group[..] {
+            [] => String::new(),
+            disks => format!(" of {}", disks.join(", ")),
+        };
         format!(
-            "{disk}: epoch {epoch}, {age} old, {layers}; published by copy {owner}, generation {generation}\n"
+            "{disk}: epoch {epoch}{together}, {age} old, {layers}; published by copy {owner}, generation {generation}\n"
         )
     }
 }
@@ -175,7 +185,14 @@ fn take_over(args: &TakeoverArgs) -> Result<()> {
     answer(args.json, &taken, || {
         let aside = taken.branch.iter().map(|branch| format!("this host's earlier copy is now {branch}\n"));
         let (path, tier) = (path_to_text(&args.disk), path_to_text(&args.tier));
-        let next = format!("serve it: vmstrata serve --disk path={path},tier={tier} ...\n");
+        let disks = match place.group_name() {
+            None => format!(" --disk path={path},tier={tier}"),
+            Some(group) => {
+                let disk = |disk: &String| format!(" --disk path={disk},tier={tier},group={group}");
+                taken.group.iter().map(disk).collect()
+            }
+        };
+        let next = format!("serve it: vmstrata serve{disks} ...\n");
         format!("taken over: {}{}{next}", taken.text(), aside.collect::<String>())
     })
 }
@@ -357,8 +374,11 @@ fn places(status: &TierStatus) -> String {
         OnOutage::Continue => "goes on",
         OnOutage::Stall => "has its flushes wait after that time",
     };
+    let group =
+        status.group.iter().map(|group| format!("  group {group}: all of this is of its disks together\n"));
+    let group = group.collect::<String>();
     format!(
-        "  repository {} ({layers})\n  this host's copy {}: {}, generation {}\n{cache}{warnings}  {durable}; while that does not answer, the guest {outage}\n",
+        "{group}  repository {} ({layers})\n  this host's copy {}: {}, generation {}\n{cache}{warnings}  {durable}; while that does not answer, the guest {outage}\n",
         status.repository, status.owner, status.local, status.generation
     )
 }
