@@ -8,7 +8,8 @@
 //!
 //! One thread does all of it, beside the data path. It cuts so that a write is published before it is as old as the window, or when the guest
 //! has written so many bytes, or when a flush waits to be published; never while an epoch waits to be published, so a repository that does not answer
-//! makes one epoch longer, not the chain. A second thread watches the loss window, and slows the guest: [`Window`]. What the first could not publish
+//! makes one epoch longer, not the chain. Whoever takes a snapshot cuts the disks without that thread, which may be stuck in a repository, and leaves
+//! it a name to give ([`Pending`]). A second thread watches the loss window, and slows the guest: [`Window`]. What the first could not publish
 //! it tries again, in order, also after a restart: an epoch is a snapshot of the local disk whose name has its number, and the newest head
 //! says which numbers are published.
 //!
