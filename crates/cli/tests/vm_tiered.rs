@@ -186,3 +186,26 @@ fn a_snapshot_that_is_not_published_can_be_given_up_and_is_lost_when_another_hos
     let pins = world.pins();
     assert!(pins.contains("snapshot mon") && !pins.contains("snapshot tue"), "{pins}");
 }
+
+#[test]
+fn disks_of_a_group_are_kept_and_let_go_of_together() {
+    let world = World::new();
+    let paths = [world.path.clone(), world.images.name("nas/data.qcow2")];
+    tool_ok("qemu-img", ["create", "-q", "-f", "qcow2", &paths[1], "64M"]);
+    let tier = world.images.name("a");
+    let disks = paths.each_ref().map(|path| format!("path={path},tier={tier},window=600,group=guest"));
+    let nbd = format!("unix:{},rw", world.socket());
+    let server = Server::start(&["--disk", &disks[0], "--disk", &disks[1], "--nbd", &nbd]);
+    World::write(&server, "write -P 1 0 1M");
+    let spec = json!({ "disks": ["web", "data"], "name": "mon", "taken_ns": 1, "publish_later": true });
+    let answer = ask(&server.control(), "POST", "/v1/snapshots", &spec.to_string());
+    assert_eq!(answer.status, 201, "{answer:?}");
+    let state = |path: &String| DiskState { tiered_ns: Some(1), ..DiskState::new(path, "mon") };
+    world.repositories.save_with("mon", 1, 1, paths.iter().map(state).collect());
+    wait_until("it is complete", || world.state(Some(&server), "mon").0 == "complete");
+    assert_eq!(world.pins().matches("snapshot mon").count(), 1);
+    let deleted = world.vm(Some(&server), ["delete", "web@mon", "--disks"]);
+    assert!(deleted.0 == 0 && !deleted.1.contains("is left"), "{deleted:?}");
+    assert!(!world.pins().contains("snapshot mon"));
+    assert!(server.stop().success());
+}

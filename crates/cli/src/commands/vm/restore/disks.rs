@@ -143,7 +143,8 @@ impl<'a> GuestDisks<'a> {
         };
         let detail = self.detail(served)?;
         let why = match &detail.chain[..] {
-            [.., below, active] if path_from_text(&below.path) == layer => {
+            // By its id: directories of a group's disks are links.
+            [.., below, active] if path_from_text(&below.path).file_name() == layer.file_name() => {
                 match written_to(&path_from_text(&active.path), &detail)? {
                     None => return Ok(None),
                     Some(written) => written,
