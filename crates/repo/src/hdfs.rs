@@ -216,6 +216,7 @@ impl HdfsRepository {
             name: name.clone(),
             _hold: hold,
             writer,
+            written: 0,
             unfinished,
             target: self.path(name),
             replaces,

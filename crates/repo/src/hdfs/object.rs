@@ -15,6 +15,10 @@ use crate::error::{Error, Result};
 use crate::name::ObjectName;
 use crate::repository::{NewObject, ObjectReader};
 
+/// How long the NameNode may take to know of a block that DataNodes have, and how often it is asked.
+const KNOWN_MAX: Duration = Duration::from_secs(60);
+const KNOWN_POLL: Duration = Duration::from_millis(10);
+
 /// An object that is being written.
 pub(super) struct NewFile {
     pub(super) repository: Arc<Common>,
@@ -22,6 +26,8 @@ pub(super) struct NewFile {
     /// Its directory is where the file lies until it is published.
     pub(super) _hold: Arc<HoldDir>,
     pub(super) writer: FileWriter,
+    /// Bytes so far.
+    pub(super) written: u64,
     pub(super) unfinished: String,
     pub(super) target: String,
     /// Whether it takes the place of an object of its name.
@@ -61,12 +67,25 @@ impl NewFile {
         Ok(())
     }
 
-    /// The client has DataNodes flush each block when it is full, and the last one here.
+    /// The client has DataNodes flush each block when it is full, and the last one here. A NameNode may close a file before it knows of
+    /// the last block, and take it for shorter until then (`dfs.namenode.file.close.num-committed-allowed`).
     fn flush(&mut self) -> io::Result<()> {
         if self.state == State::Synced {
             return Ok(());
         }
-        self.step(State::Synced, |link, writer| link.move_data(writer.close()))
+        let (path, written) = (self.unfinished.clone(), self.written);
+        self.step(State::Synced, |link, writer| {
+            link.move_data(writer.close())?;
+            let deadline = Instant::now() + KNOWN_MAX;
+            while link.ask(link.client.get_file_info(&path))?.length as u64 != written {
+                if Instant::now() > deadline {
+                    let told = "the NameNode does not know of all that the DataNodes took";
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, told));
+                }
+                std::thread::sleep(KNOWN_POLL);
+            }
+            Ok(())
+        })
     }
 
     /// Of several that rename to one name without replacing it, the NameNode lets one.
@@ -92,6 +111,7 @@ impl NewObject for NewFile {
                 link.move_data(writer.write_bytes(Bytes::copy_from_slice(piece))).map(drop)
             })
         });
+        self.written += bytes.len() as u64;
         written.map_err(self.failed("writing"))
     }
 
