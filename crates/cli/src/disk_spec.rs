@@ -23,7 +23,7 @@ pub fn format_parser() -> impl TypedValueParser<Value = Format> {
 }
 
 /// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
-/// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,group=NAME][,window=SECONDS][,epochs=TIME]
+/// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,repository=ADDRESS][,group=NAME][,window=SECONDS][,epochs=TIME]
 /// [,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE][,durability=host|repository]][,LIMITS]`.
 ///
 /// # Errors
@@ -214,6 +214,9 @@ mod tests {
         assert_eq!((tier.epochs, tier.on_missing), (Some(seconds(5400)), OnMissing::Error(seconds(9))));
         assert_eq!((tier.on_outage, tier.durability), (OnOutage::Stall, DurableAt::Repository));
         assert_eq!(tier.outage_bytes.map(|bytes| bytes.get()), Some(10 << 30));
+        let far = "hdfs://namenode:8020/vms/web?block=1M";
+        let tier = parse_disk(format!("path=a,tier=b,repository={far}")).unwrap().tier.unwrap();
+        assert_eq!(tier.repository.unwrap().to_string(), far);
         let kept = parse_disk("path=a,keep=daily=7,,weekly=4").unwrap().keep;
         assert_eq!(kept.unwrap().to_string(), "daily=7,weekly=4");
     }

@@ -170,6 +170,17 @@ pub enum SpecError {
         /// The key.
         key: &'static str,
     },
+    /// A group whose repository is in no directory.
+    #[error("'group' does not go with 'repository'")]
+    GroupElsewhere,
+    /// No address of a repository.
+    #[error("'repository' cannot be '{text}': {why}")]
+    Repository {
+        /// What was asked for.
+        text: String,
+        /// What is expected.
+        why: String,
+    },
     /// States that are kept for too short or too long.
     #[error("'epochs' is a time from 10m to 24h, such as 90m, not '{text}'")]
     Epochs {

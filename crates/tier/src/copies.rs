@@ -50,7 +50,7 @@ pub(crate) fn claim(
         (None, None) => place.make_repository()?,
         // A file system that is not mounted must not become another.
         (None, Some(_)) => {
-            return Err(Error::NoHead { repository: place.repository.display().to_string() });
+            return Err(Error::NoHead { repository: place.repository_name().display().to_string() });
         }
     };
     let owner = match copy.record() {
@@ -64,6 +64,7 @@ pub(crate) fn claim(
     let claim = if base.is_some() { Claim::Resume } else { Claim::First };
     let mut publisher = Publisher::claim(watched(repository), owner, claim)?;
     place.check_disks(&publisher.head().epoch)?;
+    check_name(place, &publisher.head().epoch)?;
     place.show(&publisher.head().epoch)?;
     if base.is_some() && place.remote()?.is_some() {
         let stands_on = stand::epochs_of(&**publisher.repository(), owner)?;
@@ -81,6 +82,18 @@ pub(crate) fn claim(
     Ok((copy, publisher))
 }
 
+/// Refuses the repository of another disk, where the path does not lead to it.
+fn check_name(place: &Place, epoch: &Epoch) -> Result<()> {
+    let name = place.name();
+    if place.elsewhere.is_none() || epoch.disks.is_empty() || epoch.disks.iter().any(|disk| disk.name == name)
+    {
+        return Ok(());
+    }
+    let names: Vec<&str> = epoch.disks.iter().map(|disk| disk.name.as_str()).collect();
+    let repository = place.repository_name().display().to_string();
+    Err(Error::OtherDisk { repository, has: names.join(", "), name })
+}
+
 /// Takes a disk over, with those of its group, of which another host has published the newest epoch. Whoever asks has made sure that this host is off, and
 /// what it did not publish is lost. Where the NAS has lost the newest epochs, the disks go back to the newest that is whole, with a
 /// warning; this host's own copy then publishes again what it has. Returns the head that begins the new generation, and where an earlier copy on this host was put.
@@ -92,7 +105,7 @@ pub fn take_over(
     open: &OpenOptions,
     resources: &Arc<Resources>,
 ) -> Result<(Head, Option<PathBuf>)> {
-    let no_head = || Error::NoHead { repository: place.repository.display().to_string() };
+    let no_head = || Error::NoHead { repository: place.repository_name().display().to_string() };
     let repository = place.open_repository()?.ok_or_else(no_head)?;
     let whole = newest_whole(&*repository)?.ok_or_else(no_head)?;
     let newest = &whole.head;
@@ -163,6 +176,10 @@ fn make_copy(
         disks.sort_by(|one, other| one.name.cmp(&other.name));
         let epoch = Epoch { number: EpochNumber::NONE.next(), time_ns: now_ns(), disks };
         publisher.publish(epoch.clone())?;
+        if place.elsewhere.is_some() {
+            let (image, repository) = (place.path.display(), place.repository_name());
+            tracing::info!(%image, repository = %repository.display(), "is the first layer there; the file is of no use any more");
+        }
         for member in &members {
             seal(member, &epoch)?;
             point_at(member, &epoch)?;

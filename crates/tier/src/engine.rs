@@ -86,7 +86,7 @@ impl Shared {
     fn new(place: &Place, head: &Head, window: Window, cuts: Cuts, meter: Arc<Meter>) -> Result<Self> {
         let status = TierStatus {
             group: place.group_name().map(str::to_owned),
-            repository: place.repository.clone(),
+            repository: place.repository_name(),
             local: place.local.clone(),
             owner: head.owner,
             generation: head.generation,
@@ -97,7 +97,10 @@ impl Shared {
             window: WindowStatus::default(),
             cache: None,
             silent_since: None,
-            mount_warnings: mount::warnings(&place.repository),
+            mount_warnings: match place.elsewhere {
+                Some(_) => Vec::new(),
+                None => mount::warnings(&place.repository),
+            },
             pending: Vec::new(),
         };
         let orders = Orders {
@@ -270,7 +273,8 @@ impl Engine {
         let disks: Vec<Arc<Disk>> = members.iter().map(|member| member.disk.clone()).collect();
         let pins = pins(&members, &publisher)?;
         if pins.is_none() {
-            let repository = place.repository.display();
+            let repository = place.repository_name();
+            let repository = repository.display();
             tracing::error!(%repository, "a pin is gone that keeps what this host's copy stands on: nothing is deleted");
         }
         let cuts = members.iter().map(Member::cuts).collect::<Result<Vec<_>>>()?;

@@ -221,6 +221,18 @@ pub enum Error {
         /// The repository of the disk that has this path.
         repository: PathBuf,
     },
+    /// A repository of another disk, by its name.
+    #[error(
+        "{repository} is that of the disk {has}: name a path that ends so, or another repository than for {name}"
+    )]
+    OtherDisk {
+        /// The repository.
+        repository: String,
+        /// Whose it is.
+        has: String,
+        /// The file name of the disk's path.
+        name: String,
+    },
     /// A copy of a disk that lacks what it published.
     #[error(
         "{}: this copy of the disk is older than epoch {epoch}, which it published: it was restored or its layers are gone; take the disk over with `vmstrata tier takeover`",

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | [`tiered`](Tiered), `engine`, [`status`](TierStatus) | when a disk is cut and published, and what is not |
 //! | `copies` | the copy of a disk that a host writes |
-//! | [`place`](Place), `mount` | where the parts of a tiered disk lie, and on what |
+//! | [`place`](Place), [`elsewhere`](Elsewhere), `mount` | where the parts of a tiered disk lie, and on what |
 //! | `attach`, [`detach`](Detach) | an ordinary image as the first layer, and the way back; the disk's path |
 //! | [`branch`](Branch) | copies that were put aside |
 //! | [`window`](WindowStatus), `pacer`, `flushes` | how old the oldest write is that is not published, and what guests notice of it |
@@ -43,6 +43,7 @@ mod cuts;
 mod dense;
 mod detach;
 mod digests;
+mod elsewhere;
 mod engine;
 mod error;
 mod flushes;
@@ -79,6 +80,7 @@ pub use cached_files::{CachedFiles, LayerDirectory, ReadThrough};
 pub use copies::{revert, take_over};
 pub use dense::{ship_merged, ship_state};
 pub use detach::Detach;
+pub use elsewhere::{Elsewhere, RepositoryAddress, fetch};
 pub use error::{Error, Result};
 pub use group::{group_of, is_group_name, repository_of};
 pub use head::{
@@ -90,7 +92,7 @@ pub use merge::{LAYERS_MAX, Merge};
 pub use object::{Shipment, adopt, ship};
 pub use pending::{CutState, PendingSnapshot};
 pub use pin::{Pin, Purpose};
-pub use place::{Elsewhere, Place};
+pub use place::{CACHE_NAME, Place};
 pub use publisher::{Claim, Publisher};
 pub use remote::{CachedLayer, OnMissing, Remote};
 pub use states::{age_of, find_snapshot, find_state, forget, open_state, snapshots};

@@ -114,7 +114,7 @@ impl Merger {
             let before = std::mem::replace(&mut self.merged, bytes);
             // Else a disk that is cut all the time, or written as fast as it is merged, would never be done.
             if merge.results().is_empty() || (LITTLE..before).contains(&bytes) {
-                tracing::info!(repository = %self.ground.place.repository.display(), layers, bytes, "merging layers");
+                tracing::info!(repository = %self.ground.place.repository_name().display(), layers, bytes, "merging layers");
                 let is_given_up = work.is_given_up.clone();
                 let thread = std::thread::Builder::new().name("tier merge".into()).spawn(move || work.run());
                 let thread = thread.map_err(Error::of_file(

@@ -19,6 +19,8 @@ use crate::digests::{CHUNK, Digester, Digests, proves};
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
 
+/// Copies of each object, where the repository keeps several.
+const COPIES: u8 = 3;
 /// Bytes read back at a time.
 const PIECE: u64 = 1 << 20;
 /// Bytes after which what was written until then is read back, if the repository can do that.
@@ -64,7 +66,8 @@ impl Early {
 
 impl Shipment {
     pub(crate) fn begin(repository: &dyn Repository, name: ObjectName) -> Result<Self> {
-        let object = repository.create_new(&name, 1)?;
+        let copies = COPIES.min(repository.capabilities().max_copies);
+        let object = repository.create_new(&name, copies)?;
         let (digester, tables) = (Digester::default(), Packer::default());
         let early = repository.capabilities().early_read_back.then(Early::default);
         Ok(Self { repository: repository.describe(), name, object, digester, tables, stored: 0, early })

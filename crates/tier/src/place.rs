@@ -16,7 +16,7 @@
 //! ```
 //!
 //! Where the repository is no directory of this host, its directory is an empty one beside the copy, by whose name chains know its layers;
-//! the disk's path is that of the image that becomes the first layer, and stays as it is.
+//! the disk's path is that of the image that becomes the first layer, and stays as it is. The copy is named after the repository.
 //!
 //! Invariants: one process at a time holds a copy. `copy.json` has its owner's id before that claims the disk, and the epoch that
 //! the copy stands on once there is a layer that takes writes.
@@ -35,7 +35,8 @@ use serde::{Deserialize, Serialize};
 use vmstrata_disk::{AtomicFile, LocalFiles, Opener, REPOSITORY};
 use vmstrata_repo::{DirectoryRepository, Repository};
 
-use crate::cached_files::{CachedFiles, LayerDirectory, ReadThrough};
+use crate::cached_files::{LayerDirectory, ReadThrough};
+use crate::elsewhere::Elsewhere;
 use crate::error::{Error, Result};
 use crate::group::{Group, beside, group_of, repository_of};
 use crate::head::{DiskState, Epoch, EpochNumber, ObjectId, OwnerId, as_text, is_object_name};
@@ -44,6 +45,8 @@ use crate::look::newest;
 use crate::remote::Remote;
 
 const VERSION: u32 = 1;
+/// The directory of a host's cache, in that of its copies of disks, whose names have a dash.
+pub const CACHE_NAME: &str = "cache";
 const COPY: &str = "copy.json";
 /// Stands in the names of copies that were put aside, between that of the copy and its owner's.
 pub(crate) const BRANCH: &str = ".branch-";
@@ -52,21 +55,12 @@ const COPY_BYTES_MAX: u64 = 4096;
 /// How long to wait for a copy that a dying process may still hold.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A repository that is no directory of this host.
-#[derive(Clone, Debug)]
-pub struct Elsewhere {
-    /// Its layers, by way of this host's cache.
-    pub remote: Arc<Remote>,
-    /// What opens files for the disk's resources.
-    pub files: Arc<CachedFiles>,
-}
-
 /// The paths of a tiered disk. Those of a disk that is published with others are, but for its own, the paths of all of them.
 #[derive(Clone, Debug)]
 pub struct Place {
-    /// The disk's own, with no link in it.
+    /// The disk's own, with no link in it, or that of the image that the disk was made of.
     pub path: PathBuf,
-    /// The directory of its repository.
+    /// The directory of its repository, or one by whose name chains of this host know layers.
     pub repository: PathBuf,
     /// The directory of this host's copy.
     pub local: PathBuf,
@@ -198,14 +192,14 @@ impl Place {
         sync_directory(directory).map_err(Error::of_file(directory, "flush"))
     }
 
-    /// The disk whose first layer was made of the image at `path`, or will be, in a repository that is no directory.
+    /// The disk whose first layer was made of the image at `path`, or will be, in a repository that is no directory. The repository alone says
+    /// which directory of `tier` has the copy.
     ///
     /// # Errors
-    /// Paths that cannot be made absolute.
+    /// A path that cannot be made absolute.
     pub fn elsewhere(path: &Path, tier: &Path, elsewhere: Elsewhere) -> Result<Self> {
-        let (path, tier) = (absolute(path)?, absolute(tier)?);
-        let local = local_of(&stem(&path), &tier, elsewhere.remote.repository().describe().as_bytes());
-        let (repository, elsewhere) = (beside(&local, REPOSITORY), Some(elsewhere));
+        let local = local_of(&elsewhere.disk_name(), &absolute(tier)?, elsewhere.name().as_bytes());
+        let (path, repository, elsewhere) = (path.to_owned(), beside(&local, REPOSITORY), Some(elsewhere));
         Ok(Self { repository, local, path, elsewhere, group: None, reading: None })
     }
 
@@ -227,7 +221,15 @@ impl Place {
 
     /// The file that takes the guest's writes.
     pub fn disk(&self) -> PathBuf {
-        self.local.join(self.path.file_name().unwrap_or_default()).with_extension("qcow2")
+        match &self.elsewhere {
+            Some(elsewhere) => beside(&self.local.join(elsewhere.disk_name()), ".qcow2"),
+            None => self.local.join(self.path.file_name().unwrap_or_default()).with_extension("qcow2"),
+        }
+    }
+
+    /// The repository, as people know it.
+    pub fn repository_name(&self) -> PathBuf {
+        self.elsewhere.as_ref().map_or_else(|| self.repository.clone(), |elsewhere| elsewhere.name().into())
     }
 
     /// The disk's name in epochs.

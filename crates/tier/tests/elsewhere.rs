@@ -5,13 +5,14 @@ mod common;
 mod tier_support;
 
 use std::fs::{self, DirBuilder};
-use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::flat::{read, write};
 use common::scratch;
+use common::stock::content;
 use tier_support::{SIZE, block, image, newest_of, place, published, soon, sync, writes_of};
 use vmstrata_disk::{
     Disk, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role, SIDECAR, is_published,
@@ -19,7 +20,7 @@ use vmstrata_disk::{
 use vmstrata_repo::DirectoryRepository;
 use vmstrata_store::{FileIdentity, Gate};
 use vmstrata_tier::{
-    CACHE_BYTES_MIN, Cache, CachedFiles, Elsewhere, OnMissing, Place, Remote, TierOptions, Tiered,
+    CACHE_BYTES_MIN, Cache, CachedFiles, Elsewhere, OnMissing, Place, Remote, TierOptions, Tiered, fetch,
     is_object_name, repository_of, take_over,
 };
 
@@ -163,4 +164,27 @@ fn indices_of_published_layers_lie_on_the_host_and_are_used_after_a_restart() {
     let second = host(&image, other, false);
     assert_eq!(writes_on(&second), 22);
     end(second);
+}
+
+#[test]
+fn fetched_layers_are_files_that_stock_tools_read_unless_they_were_changed() {
+    let dirs = [scratch(), scratch(), scratch(), scratch()];
+    let [nas, one, copy, other] = dirs.each_ref().map(|dir| dir.path());
+    let image = image_with_repository(nas);
+    let first = host(&image, one, false);
+    publish(&first, 1..=3);
+    end(first);
+    let (repository, head) = (repository_of(&image), newest_of(&image));
+    let state = &head.epoch.disks[0];
+    let far = DirectoryRepository::open(&repository, is_object_name).unwrap();
+    let newest = fetch(&far, state, copy).unwrap();
+    assert_eq!(writes_of(&content(&newest, "qcow2")), 3);
+    assert_eq!(fetch(&far, state, copy).unwrap(), newest, "what is there is not fetched again");
+    let layer = repository.join(state.objects[2].id.layer_name().as_str());
+    let file = fs::File::options().read(true).write(true).open(layer).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, 70_000).unwrap();
+    file.write_all_at(&[!byte[0]], 70_000).unwrap();
+    let told = fetch(&far, state, other).unwrap_err();
+    assert!(matches!(told, vmstrata_tier::Error::Corrupt { .. }), "{told}");
 }

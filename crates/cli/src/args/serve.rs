@@ -29,12 +29,13 @@ pub struct ServeArgs {
     pub config: Option<PathBuf>,
     /// A disk: path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
     /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]
-    /// [,tier=DIR[,group=NAME][,window=SECONDS][,epochs=TIME][,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall]
+    /// [,tier=DIR[,repository=ADDRESS][,group=NAME][,window=SECONDS][,epochs=TIME][,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall]
     /// [,outage-bytes=SIZE][,durability=host|repository]][,LIMITS] (repeatable);
     /// keep=daily=7,,weekly=4 has the server delete other snapshots; backing= names all that its backing files may be, or lie
     /// in, instead of its own directory; detect-zeroes=unmap gives the space of clusters that are written with zeros back; subclusters=off
     /// has overlays of snapshots made without subclusters; tier=DIR keeps what guests write in DIR on this host and publishes it
-    /// beside FILE, on a NAS for example, before a write is 30 or SECONDS old, see `tier`; disks with the same group= are
+    /// beside FILE, on a NAS for example, before a write is 30 or SECONDS old, see `tier`; repository=hdfs://namenode:8020/vms/web
+    /// publishes it there instead; disks with the same group= are
     /// cut at one instant and published together; epochs=2h keeps published
     /// states for so long, instead of 10m, for FILE@-90m for example; on-missing=error has reads that need the NAS fail when it has
     /// not answered for 30 or SECONDS, and not wait; on-outage=stall has flushes wait when the window cannot be kept,

@@ -8,7 +8,7 @@ use vmstrata_disk::snapshot::state_of;
 use vmstrata_types::path_from_text;
 
 use super::snapshot::live::is_file_of;
-use super::tiered::split;
+use super::tiered::{address_of, split};
 use crate::args::{Command, ControlArgs, IndexCommand, SnapshotCommand, TierCommand};
 use crate::client::Client;
 
@@ -77,10 +77,17 @@ fn path_of(argument: &Path, server: &ControlArgs) -> Option<PathBuf> {
     let served: DiskList = client.get("/v1/disks").ok()?;
     let of_name = |name: &Path| served.disks.iter().find(|disk| Some(disk.name.as_str()) == name.to_str());
     if let Some(disk) = of_name(argument) {
-        return Some(path_from_text(&disk.path));
+        return Some(argument_for(disk));
     }
     let (disk, state) = split(argument).filter(|(disk, _)| is_name(disk))?;
-    Some(state_of(&path_from_text(&of_name(disk)?.path), state))
+    Some(state_of(&argument_for(of_name(disk)?), state))
+}
+
+/// What leads commands to a disk: its path, or the address of its repository if that is no directory.
+fn argument_for(disk: &DiskStatus) -> PathBuf {
+    let repository = disk.tier.as_ref().map(|tier| PathBuf::from(&tier.repository));
+    let far = repository.filter(|repository| matches!(address_of(repository), Ok(Some(_))));
+    far.unwrap_or_else(|| path_from_text(&disk.path))
 }
 
 /// What the server calls the disk that `argument` names, or whose path it is; the argument itself if it knows no such disk.

@@ -128,8 +128,8 @@ pub fn take(
 }
 
 fn run_delete(args: &SnapshotDeleteArgs) -> Result<()> {
-    if let Some(repository) = tiered::repository_at(&args.disk)? {
-        return tiered::delete(args, repository);
+    if let Some(found) = tiered::repository_at(&args.disk)? {
+        return tiered::delete(args, &found);
     }
     match live::Live::find(std::slice::from_ref(&args.disk), &args.access.server)? {
         live if args.dry_run => super::merge::foresee_delete(args, live.is_some()),
@@ -159,8 +159,8 @@ fn described(args: &SnapshotCreateArgs, taken_ns: u64) -> SnapshotInfo {
 }
 
 fn run_list(args: &SnapshotListArgs) -> Result<()> {
-    if let Some(repository) = tiered::repository_at(&args.disk)? {
-        return tiered::list(args, repository);
+    if let Some(found) = tiered::repository_at(&args.disk)? {
+        return tiered::list(args, &found);
     }
     let snapshots = list(&args.disk, &args.common.open())?;
     let left = args.all.then(|| gc::left_over(&args.disk, &args.common)).transpose()?;
@@ -187,8 +187,8 @@ fn warn(snapshot: &Snapshot) {
 }
 
 fn run_show(args: &SnapshotShowArgs) -> Result<()> {
-    if let Some(repository) = tiered::repository_at(&args.disk)? {
-        return tiered::show(args, repository);
+    if let Some(found) = tiered::repository_at(&args.disk)? {
+        return tiered::show(args, &found);
     }
     let found = find(&args.disk, &args.name, &args.common.open())?;
     answer(args.common.json, &Row::new(&found), || report::show(&found))
@@ -268,8 +268,8 @@ fn refuse_to_lose(args: &SnapshotRevertArgs) -> Result<()> {
 fn run_clone(args: &SnapshotCloneArgs) -> Result<()> {
     let state = format!("{}@{}", absolute(&args.disk), args.name);
     let layer = audit::change(audit::of("snapshot_clone", [&args.output]).object(state), |_| {
-        if let Some(repository) = tiered::repository_at(&args.disk)? {
-            return tiered::clone(args, repository);
+        if let Some(found) = tiered::repository_at(&args.disk)? {
+            return tiered::clone(args, &found);
         }
         let open = OpenOptions { subclusters: !args.overlay.no_subclusters, ..args.common.open() };
         let cloned = snapshot::clone(&args.disk, &args.name, &args.output, &open);

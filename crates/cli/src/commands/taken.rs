@@ -7,10 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow};
 use vmstrata_disk::snapshot::SnapshotInfo;
-use vmstrata_repo::DirectoryRepository;
 use vmstrata_tier::{Pin, find_snapshot, snapshots};
 
-use super::tiered::{repository_at, state_of, top_of};
+use super::tiered::{Found, repository_at, state_of};
 
 /// How long a repository may take to say which snapshots it has.
 const ANSWER_MAX: Duration = Duration::from_secs(5);
@@ -27,16 +26,14 @@ pub struct Taken {
 /// Asks the repository of the tiered disk at `path`, on a thread of its own, which is left behind if the repository hangs.
 fn ask<T: Send + 'static>(
     path: &Path,
-    question: impl FnOnce(&Path, &DirectoryRepository) -> Result<T> + Send + 'static,
+    question: impl FnOnce(&Found) -> Result<T> + Send + 'static,
 ) -> Result<Receiver<Result<T>>> {
     let (tell, told) = mpsc::sync_channel(1);
     let path = path.to_owned();
     let answer = move || {
         let shown = path.display();
         let answer = repository_at(&path).and_then(|found| {
-            let (dir, repository) =
-                found.with_context(|| format!("{shown}: no repository of a tiered disk is there"))?;
-            question(&dir, &repository)
+            question(&found.with_context(|| format!("{shown}: no repository of a tiered disk is there"))?)
         });
         // Nobody waits any more for what came too late.
         let _ = tell.send(answer);
@@ -57,9 +54,9 @@ fn answer<T>(path: &Path, told: &Receiver<Result<T>>, deadline: Instant) -> Resu
 /// # Errors
 /// When the host is out of threads.
 pub fn kept_of(disks: BTreeMap<String, PathBuf>) -> Result<BTreeMap<String, Result<Vec<Taken>, String>>> {
-    let list = |_: &Path, repository: &DirectoryRepository| {
+    let list = |found: &Found| {
         let taken = |(info, _): (SnapshotInfo, Pin)| Taken { name: info.name, taken_ns: info.taken_ns };
-        Ok(snapshots(repository)?.into_iter().map(taken).collect())
+        Ok(snapshots(&*found.repository)?.into_iter().map(taken).collect())
     };
     let asked: Vec<_> =
         disks.into_iter().map(|(disk, path)| Ok((disk, ask(&path, list)?, path))).collect::<Result<_>>()?;
@@ -76,9 +73,9 @@ pub fn kept_of(disks: BTreeMap<String, PathBuf>) -> Result<BTreeMap<String, Resu
 /// No such snapshot; a repository that does not answer.
 pub fn find_taken(path: &Path, taken: Taken) -> Result<(PathBuf, Pin)> {
     let disk = path.to_owned();
-    let find = move |dir: &Path, repository: &DirectoryRepository| {
-        let pin = find_snapshot(repository, &taken.name, taken.taken_ns)?;
-        Ok((top_of(dir, state_of(&disk, &pin.epoch)?), pin))
+    let find = move |found: &Found| {
+        let pin = find_snapshot(&*found.repository, &taken.name, taken.taken_ns)?;
+        Ok((found.top_of(state_of(&disk, &pin.epoch)?), pin))
     };
     answer(path, &ask(path, find)?, Instant::now() + ANSWER_MAX)
 }
@@ -88,7 +85,8 @@ pub fn find_taken(path: &Path, taken: Taken) -> Result<(PathBuf, Pin)> {
 /// # Errors
 /// A repository that cannot be read or written, or does not answer.
 pub fn forget_taken(path: &Path, taken: Taken) -> Result<bool> {
-    let forget = move |_: &Path, repository: &DirectoryRepository| {
+    let forget = move |found: &Found| {
+        let repository = &*found.repository;
         match find_snapshot(repository, &taken.name, taken.taken_ns) {
             Ok(pin) => pin.release(repository)?,
             Err(vmstrata_tier::Error::NoState { .. }) => return Ok(false),

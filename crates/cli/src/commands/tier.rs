@@ -1,8 +1,11 @@
 //! `vmstrata tier`: what of a disk is published, and who publishes it.
 
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::Path;
 use std::process::ExitCode;
 use std::slice;
+use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
@@ -10,16 +13,17 @@ use vmstrata_api::{
     DiskDetail, DurableAt, OnOutage, TierCache, TierHold, TierRate, TierState, TierStatus, encode_segment,
 };
 use vmstrata_disk::snapshot::now_ns;
-use vmstrata_disk::{OpenOptions, probe_layer};
-use vmstrata_repo::{DirectoryRepository, Repository};
+use vmstrata_disk::{OpenOptions, ResourceOptions, Resources, probe_layer};
 use vmstrata_tier::{
-    Branch, Detach, Head, Place, Whole, group_of, is_object_name, newest, newest_whole, repository_of,
+    Branch, CACHE_NAME, Cache, CachedFiles, Detach, Elsewhere, Head, OnMissing, Place, Whole, group_of,
+    newest_whole,
 };
 use vmstrata_types::path_to_text;
 
 use super::snapshot::live::Live;
 use super::snapshot::resources;
 use super::status::duration;
+use super::tiered::{Found, published, repository_at, tiered};
 use crate::args::{
     BranchesArgs, DetachArgs, JournalArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs, TierHoldArgs,
     TierRateArgs,
@@ -68,14 +72,14 @@ struct Published {
 }
 
 impl Published {
-    fn of(disk: &Path, head: &Head) -> Self {
+    fn of(disk: &Path, (found, head): (&Found, &Head)) -> Self {
         let epoch = &head.epoch;
         Self {
             disk: path_to_text(disk),
             group: group_of(disk).map_or_else(Vec::new, |_| {
                 epoch.disks.iter().map(|state| path_to_text(&disk.with_file_name(&state.name))).collect()
             }),
-            repository: path_to_text(&repository_of(disk)),
+            repository: path_to_text(&found.name),
             owner: head.owner.to_string(),
             generation: head.generation.get(),
             epoch: epoch.number.get(),
@@ -97,21 +101,13 @@ impl Published {
             "{disk}: epoch {epoch}{together}, {age} old, {layers}; published by copy {owner}, generation {generation}\n"
         )
     }
-}
 
-/// What `find` finds in the repository of a disk.
-fn found_in<T>(
-    disk: &Path,
-    find: impl FnOnce(&dyn Repository) -> vmstrata_tier::Result<Option<T>>,
-) -> Result<T> {
-    let disk = disk.canonicalize().with_context(|| format!("{}: cannot be found", disk.display()))?;
-    let repository = DirectoryRepository::open(&repository_of(&disk), is_object_name);
-    let repository = repository.with_context(|| format!("{}: is not a tiered disk", disk.display()))?;
-    find(&repository)?.with_context(|| format!("{}: nothing of it is published", disk.display()))
-}
-
-fn newest_of(disk: &Path) -> Result<Head> {
-    found_in(disk, newest)
+    /// Of the disk that a command names.
+    fn find(disk: &Path) -> Result<Self> {
+        let (found, head) = published(disk)?;
+        let disk = if found.is_directory { disk.canonicalize()? } else { disk.to_owned() };
+        Ok(Self::of(&disk, (&found, &head)))
+    }
 }
 
 /// What a repository that lost something says of that.
@@ -121,9 +117,40 @@ fn lost(whole: &Whole) -> String {
     if text.is_empty() { text } else { format!("{text}{} is the newest that is whole\n", whole.head.number) }
 }
 
+/// A tiered disk as a command changes it, beside a server that may use its cache.
+struct Here {
+    found: Option<Found>,
+    place: Place,
+    resources: Arc<Resources>,
+}
+
+impl Here {
+    fn find(disk: &Path, tier: &Path, journal: &JournalArgs) -> Result<Self> {
+        let found = repository_at(disk)?;
+        let Some(far) = found.as_ref().filter(|found| !found.is_directory) else {
+            let (place, resources) = (Place::of(disk, tier)?, resources(journal)?);
+            return Ok(Self { found, place, resources });
+        };
+        // A server's, or nobody's: what it lacks is read from the repository.
+        let dir = tier.join(CACHE_NAME);
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&dir)
+            .with_context(|| format!("{}: cannot be made", dir.display()))?;
+        let cache = Cache::beside(&dir)?;
+        let files = Arc::<CachedFiles>::default();
+        let options = ResourceOptions { journal_dir: journal.dir(), ..ResourceOptions::default() };
+        let resources = Resources::start_with(options, files.clone())?;
+        let elsewhere = Elsewhere::new(far.repository.clone(), &cache, files, OnMissing::Wait);
+        let place = Place::elsewhere(disk, tier, elsewhere)?;
+        Ok(Self { found, place, resources })
+    }
+}
+
 fn status(args: &TierDiskArgs) -> Result<()> {
     let Some(live) = Live::find(slice::from_ref(&args.disk), &args.server)? else {
-        let published = Published::of(&args.disk.canonicalize()?, &newest_of(&args.disk)?);
+        let published = Published::find(&args.disk)?;
         return answer(args.json, &published, || published.text());
     };
     let path = format!("/v1/disks/{}", encode_segment(live.name()));
@@ -167,26 +194,32 @@ fn sync(args: &TierDiskArgs) -> Result<()> {
 
 fn take_over(args: &TakeoverArgs) -> Result<()> {
     if !args.yes {
-        let whole = found_in(&args.disk, newest_whole)?;
-        let found = Published::of(&args.disk, &whole.head);
+        let found = tiered(&args.disk)?;
+        let whole = newest_whole(&*found.repository)?;
+        let whole = whole.with_context(|| format!("{}: nothing of it is published", args.disk.display()))?;
+        let found = Published::of(&args.disk, (&found, &whole.head));
         bail!(
             "{}{}what its host wrote after that is lost to this one: make sure that host is off, then add --yes",
             lost(&whole),
             found.text()
         );
     }
-    let place = Place::of(&args.disk, &args.tier)?;
-    let resources = resources(&JournalArgs::default())?;
+    let Here { found, place, resources } = Here::find(&args.disk, &args.tier, &JournalArgs::default())?;
+    let found = found.context("it was read just now")?;
+    let mut name = String::new();
     let taken = audit::change(audit::of("tier_takeover", [&args.disk]), |what| {
         let (head, branch) = vmstrata_tier::take_over(&place, &OpenOptions::default(), &resources)?;
         what.object = Some(format!("epoch {}", head.epoch.number));
-        Ok(Published { branch: branch.as_deref().map(path_to_text), ..Published::of(&place.path, &head) })
+        name = head.epoch.disks.first().map(|disk| disk.name.clone()).unwrap_or_default();
+        let published = Published::of(&place.path, (&found, &head));
+        Ok(Published { branch: branch.as_deref().map(path_to_text), ..published })
     })?;
     answer(args.json, &taken, || {
         let aside = taken.branch.iter().map(|branch| format!("this host's earlier copy is now {branch}\n"));
         let (path, tier) = (path_to_text(&args.disk), path_to_text(&args.tier));
         let disks = match place.group_name() {
-            None => format!(" --disk path={path},tier={tier}"),
+            None if found.is_directory => format!(" --disk path={path},tier={tier}"),
+            None => format!(" --disk path={name},tier={tier},repository={path}"),
             Some(group) => {
                 let disk = |disk: &String| format!(" --disk path={disk},tier={tier},group={group}");
                 taken.group.iter().map(disk).collect()
@@ -232,7 +265,7 @@ impl AsideCopy {
 }
 
 fn branches(args: &BranchesArgs) -> Result<()> {
-    let place = Place::of(&args.disk, &args.tier)?;
+    let Here { place, .. } = Here::find(&args.disk, &args.tier, &JournalArgs::default())?;
     let found = Branch::all(&place)?;
     let Some(name) = &args.drop else {
         let shown: Vec<AsideCopy> = found.iter().map(AsideCopy::of).collect();
@@ -279,10 +312,13 @@ struct Detached {
 }
 
 fn detach(args: &DetachArgs) -> Result<()> {
+    if let Some(found) = repository_at(&args.disk)? {
+        found.refuse_elsewhere("a disk is detached")?;
+    }
     let place = Place::of(&args.disk, &args.tier)?;
     if !args.yes {
         let published = match place.open_repository()? {
-            Some(_) => Published::of(&place.path, &newest_of(&place.path)?).text(),
+            Some(_) => Published::find(&place.path)?.text(),
             None => String::new(),
         };
         bail!(

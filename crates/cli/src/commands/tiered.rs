@@ -3,14 +3,17 @@
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Serialize;
+use tempfile::TempDir;
 use vmstrata_disk::snapshot::{SnapshotInfo, is_snapshot_name, now_ns};
 use vmstrata_disk::{CreateOptions, Format, create};
-use vmstrata_repo::DirectoryRepository;
+use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_tier::{
-    DiskState, Epoch, Pin, Purpose, find_state, forget, is_object_name, newest, repository_of, snapshots,
+    DiskState, Epoch, Head, Pin, Purpose, RepositoryAddress, fetch, find_state, forget, is_object_name,
+    newest, repository_of, snapshots,
 };
 use vmstrata_types::{ClusterBits, path_to_text, time};
 
@@ -25,33 +28,103 @@ use crate::audit;
 use crate::output::{Table, answer, print};
 use crate::units::short_size;
 
+/// The repository of a tiered disk that a command names by the disk's path, or by the repository's address.
+#[derive(Debug)]
+pub struct Found {
+    /// What people call it: its directory, or its address.
+    pub name: PathBuf,
+    /// The repository.
+    pub repository: Arc<dyn Repository>,
+    /// Whether it is a directory of this host, whose layers any tool opens.
+    pub is_directory: bool,
+}
+
+impl Found {
+    /// The newest layer of a disk.
+    pub fn top_of(&self, state: &DiskState) -> PathBuf {
+        self.name.join(state.newest().layer_name().as_str())
+    }
+
+    /// Refuses what needs a directory.
+    ///
+    /// # Errors
+    /// That, with what does.
+    pub fn refuse_elsewhere(&self, what: &str) -> Result<()> {
+        ensure!(
+            self.is_directory,
+            "{}: {what} only where the repository is a directory: `vmstrata backup` makes an ordinary image of a state",
+            self.name.display()
+        );
+        Ok(())
+    }
+}
+
+/// What a command reads: states that are kept for it, and copies of those that are in no directory.
+#[derive(Debug, Default)]
+pub struct Readings {
+    pins: Vec<Reading>,
+    copies: Option<TempDir>,
+}
+
 /// A state that is kept while a command reads it.
 #[derive(Debug)]
-pub struct Reading {
-    repository: DirectoryRepository,
+struct Reading {
+    repository: Arc<dyn Repository>,
     pin: Pin,
 }
 
 impl Drop for Reading {
     fn drop(&mut self) {
-        if let Err(error) = self.pin.release(&self.repository) {
+        if let Err(error) = self.pin.release(&*self.repository) {
             eprintln!("vmstrata: warning: what was read stays pinned: {error}");
         }
     }
 }
 
-/// The repository of the tiered disk at `path`, if it is one.
+/// The address of a repository, if `disk` is one.
+///
+/// # Errors
+/// One that is malformed.
+pub fn address_of(disk: &Path) -> Result<Option<RepositoryAddress>> {
+    let text = disk.to_str().filter(|text| text.starts_with("hdfs://"));
+    Ok(text.map(RepositoryAddress::parse).transpose()?)
+}
+
+/// The repository of the tiered disk at `path`, if it is one, or at that address.
 ///
 /// # Errors
 /// A repository that cannot be opened.
-pub fn repository_at(path: &Path) -> Result<Option<(PathBuf, DirectoryRepository)>> {
+pub fn repository_at(path: &Path) -> Result<Option<Found>> {
+    if let Some(address) = address_of(path)? {
+        let repository = address.open()?;
+        return Ok(Some(Found { name: repository.describe().into(), repository, is_directory: false }));
+    }
     let Ok(path) = path.canonicalize() else { return Ok(None) };
-    let dir = repository_of(&path);
-    match DirectoryRepository::open(&dir, is_object_name) {
-        Ok(repository) => Ok(Some((dir, repository))),
+    let name = repository_of(&path);
+    match DirectoryRepository::open(&name, is_object_name) {
+        Ok(repository) => Ok(Some(Found { name, repository: Arc::new(repository), is_directory: true })),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error.into()),
     }
+}
+
+/// The repository of a tiered disk, and its newest head.
+///
+/// # Errors
+/// A disk that is not tiered, or of which nothing is published.
+pub fn published(disk: &Path) -> Result<(Found, Head)> {
+    let found = tiered(disk)?;
+    let head = newest(&*found.repository)?;
+    let head = head.with_context(|| format!("{}: nothing of it is published", disk.display()))?;
+    Ok((found, head))
+}
+
+/// The repository of a tiered disk.
+///
+/// # Errors
+/// A disk that is not tiered; as [`repository_at`].
+pub fn tiered(disk: &Path) -> Result<Found> {
+    repository_at(disk)?.with_context(|| format!("{}: is not a tiered disk", disk.display()))
 }
 
 /// Puts layers in the place of states of tiered disks that the command reads, and keeps those. Refuses to change a tiered disk that
@@ -59,9 +132,10 @@ pub fn repository_at(path: &Path) -> Result<Option<(PathBuf, DirectoryRepository
 ///
 /// # Errors
 /// That; a state that is not there; a repository that cannot be read.
-pub fn prepare(command: &mut Command) -> Result<Vec<Reading>> {
+pub fn prepare(command: &mut Command) -> Result<Readings> {
     refuse_unserved(command)?;
     let is_long = matches!(command, Command::Diff(_) | Command::Backup(_));
+    let takes_snapshot = matches!(command, Command::Backup(args) if args.snapshot.is_some());
     let states: Vec<&mut PathBuf> = match command {
         Command::Info(args) => vec![&mut args.file],
         Command::Map(args) => vec![&mut args.file],
@@ -70,42 +144,63 @@ pub fn prepare(command: &mut Command) -> Result<Vec<Reading>> {
         Command::Backup(args) => args.state.iter_mut().chain(&mut args.since).collect(),
         _ => Vec::new(),
     };
-    let mut readings = Vec::new();
+    let mut readings = Readings::default();
     for state in states {
         let (disk, name) = match split(state).filter(|_| !state.exists()) {
             Some((disk, name)) => (disk.to_owned(), Some(name.to_owned())),
             None => (state.clone(), None),
         };
-        if name.is_none() && !is_long {
+        let is_path = address_of(&disk)?.is_none();
+        if is_path && name.is_none() && !is_long {
             continue;
         }
-        let Some((dir, repository)) = repository_at(&disk)? else { continue };
-        let found = name.as_deref().map(|name| find_state(&repository, name, now_ns())).transpose()?;
-        let epoch = match (found, &name) {
-            (Some(epoch), Some(name)) if is_snapshot_name(name) => epoch,
-            (found, _) => {
-                let reader = Purpose::reader(&format!("vmstrata, process {}", std::process::id()));
-                let pin = Pin::make(&repository, found.map(|epoch| epoch.number), &reader)?;
-                let epoch = pin.epoch.clone();
-                readings.push(Reading { repository, pin });
-                epoch
-            }
-        };
-        *state = top_of(&dir, state_of(&disk, &epoch)?);
+        let Some(found) = repository_at(&disk)? else { continue };
+        ensure!(
+            !takes_snapshot,
+            "{}: is a tiered disk: take the snapshot first (vmstrata snapshot create), and back that up",
+            disk.display()
+        );
+        *state = readings.enter(found, &disk, name.as_deref(), is_long)?;
     }
     Ok(readings)
 }
 
-/// What an epoch has of the disk at a path.
+/// What an epoch has of the disk at a path, or at an address.
 pub fn state_of<'a>(disk: &Path, epoch: &'a Epoch) -> Result<&'a DiskState> {
-    let path = disk.canonicalize().with_context(|| format!("{}: cannot be found", disk.display()))?;
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let name = disk.canonicalize().unwrap_or_else(|_| disk.to_owned());
+    let name = name.file_name().unwrap_or_default().to_string_lossy();
     epoch.disk(&name).with_context(|| format!("{}: epoch {} has no {name}", disk.display(), epoch.number))
 }
 
-/// The newest layer of a disk.
-pub fn top_of(repository: &Path, state: &DiskState) -> PathBuf {
-    repository.join(state.newest().layer_name().as_str())
+impl Readings {
+    /// Keeps a state for as long as it is read; returns the file of its newest layer.
+    fn enter(&mut self, found: Found, disk: &Path, name: Option<&str>, is_long: bool) -> Result<PathBuf> {
+        let repository = &*found.repository;
+        let epoch = name.map(|name| find_state(repository, name, now_ns())).transpose()?;
+        let epoch = match (epoch, name) {
+            (Some(epoch), Some(name)) if is_snapshot_name(name) => epoch,
+            (epoch, _) => {
+                let reader = Purpose::reader(&format!("vmstrata, process {}", std::process::id()));
+                let pin = Pin::make(repository, epoch.map(|epoch| epoch.number), &reader)?;
+                let epoch = pin.epoch.clone();
+                self.pins.push(Reading { repository: found.repository.clone(), pin });
+                epoch
+            }
+        };
+        if found.is_directory {
+            return Ok(found.top_of(state_of(disk, &epoch)?));
+        }
+        ensure!(
+            is_long,
+            "{}: its layers are no files: vmstrata backup makes one of a state, diff compares two",
+            found.name.display()
+        );
+        if self.copies.is_none() {
+            self.copies = Some(tempfile::Builder::new().prefix("vmstrata-").tempdir()?);
+        }
+        let copies = self.copies.as_ref().expect("made above");
+        Ok(fetch(repository, state_of(disk, &epoch)?, copies.path())?)
+    }
 }
 
 /// `DISK` and what follows the last `@`: a snapshot's name, or an age such as `-30s`.
@@ -164,7 +259,7 @@ struct Row {
 }
 
 impl Row {
-    fn new(repository: &Path, disk: &Path, info: &SnapshotInfo, pin: &Pin) -> Result<Self> {
+    fn new(found: &Found, disk: &Path, info: &SnapshotInfo, pin: &Pin) -> Result<Self> {
         let state = state_of(disk, &pin.epoch)?;
         Ok(Self {
             name: info.name.clone(),
@@ -172,7 +267,7 @@ impl Row {
             time_ns: info.taken_ns,
             labels: info.labels.iter().cloned().collect(),
             epoch: pin.epoch.number.get(),
-            layer: path_to_text(&top_of(repository, state)),
+            layer: path_to_text(&found.top_of(state)),
             virtual_size: state.size,
             actual_size: state.objects.iter().map(|object| object.stored).sum(),
         })
@@ -190,8 +285,9 @@ impl Row {
     }
 }
 
-fn rows(disk: &Path, dir: &Path, repository: &DirectoryRepository) -> Result<Vec<Row>> {
-    let rows = snapshots(repository)?.into_iter().map(|(info, pin)| Row::new(dir, disk, &info, &pin));
+fn rows(disk: &Path, found: &Found) -> Result<Vec<Row>> {
+    let named = snapshots(&*found.repository)?.into_iter();
+    let rows = named.map(|(info, pin)| Row::new(found, disk, &info, &pin));
     let mut rows = rows.collect::<Result<Vec<Row>>>()?;
     // Newest first, as of other disks.
     rows.reverse();
@@ -208,8 +304,8 @@ struct Listed {
 ///
 /// # Errors
 /// A repository that cannot be read.
-pub fn list(args: &SnapshotListArgs, (dir, repository): (PathBuf, DirectoryRepository)) -> Result<()> {
-    let listed = Listed { disk: path_to_text(&args.disk), snapshots: rows(&args.disk, &dir, &repository)? };
+pub fn list(args: &SnapshotListArgs, found: &Found) -> Result<()> {
+    let listed = Listed { disk: path_to_text(&args.disk), snapshots: rows(&args.disk, found)? };
     answer(args.common.json, &listed, || {
         if listed.snapshots.is_empty() {
             return format!("{}: no snapshots\n", listed.disk);
@@ -227,9 +323,9 @@ pub fn list(args: &SnapshotListArgs, (dir, repository): (PathBuf, DirectoryRepos
 ///
 /// # Errors
 /// No such snapshot; a repository that cannot be read.
-pub fn show(args: &SnapshotShowArgs, (dir, repository): (PathBuf, DirectoryRepository)) -> Result<()> {
-    let found = rows(&args.disk, &dir, &repository)?.into_iter().find(|row| row.name == args.name);
-    let row = found.with_context(|| format!("{}: no snapshot '{}'", args.disk.display(), args.name))?;
+pub fn show(args: &SnapshotShowArgs, found: &Found) -> Result<()> {
+    let row = rows(&args.disk, found)?.into_iter().find(|row| row.name == args.name);
+    let row = row.with_context(|| format!("{}: no snapshot '{}'", args.disk.display(), args.name))?;
     answer(args.common.json, &row, || row.text())
 }
 
@@ -243,8 +339,9 @@ struct Deleted<'a> {
 ///
 /// # Errors
 /// No such snapshot; a repository that cannot be read or written.
-pub fn delete(args: &SnapshotDeleteArgs, (_, repository): (PathBuf, DirectoryRepository)) -> Result<()> {
-    let there = snapshots(&repository)?;
+pub fn delete(args: &SnapshotDeleteArgs, found: &Found) -> Result<()> {
+    let repository = &*found.repository;
+    let there = snapshots(repository)?;
     for name in &args.names {
         let is_there = there.iter().any(|(info, _)| info.name == *name);
         ensure!(is_there, "{}: no snapshot '{name}'", args.disk.display());
@@ -254,7 +351,7 @@ pub fn delete(args: &SnapshotDeleteArgs, (_, repository): (PathBuf, DirectoryRep
         return Ok(print(&format!("{}: {names} would be deleted\n", args.disk.display()))?);
     }
     audit::change(audit::of("snapshot_delete", [&args.disk]).object(&names), |_| {
-        Ok(args.names.iter().try_for_each(|name| forget(&repository, name))?)
+        Ok(args.names.iter().try_for_each(|name| forget(repository, name))?)
     })?;
     let deleted = Deleted { disk: path_to_text(&args.disk), deleted: &args.names };
     answer(args.access.common.json, &deleted, || {
@@ -265,13 +362,13 @@ pub fn delete(args: &SnapshotDeleteArgs, (_, repository): (PathBuf, DirectoryRep
 /// Clones a snapshot of a tiered disk. Returns the clone's backing file.
 ///
 /// # Errors
-/// No such snapshot; a file that is there; whatever the host or the repository reports.
-pub fn clone(args: &SnapshotCloneArgs, (dir, repository): (PathBuf, DirectoryRepository)) -> Result<PathBuf> {
-    let found = snapshots(&repository)?.into_iter().find(|(info, _)| info.name == args.name);
+/// No such snapshot; a file that is there; a repository in no directory; whatever the host or the repository reports.
+pub fn clone(args: &SnapshotCloneArgs, found: &Found) -> Result<PathBuf> {
+    found.refuse_elsewhere("clones stand on layers")?;
+    let named = snapshots(&*found.repository)?.into_iter().find(|(info, _)| info.name == args.name);
     let (_, named) =
-        found.with_context(|| format!("{}: no snapshot '{}'", args.disk.display(), args.name))?;
-    let disk = (&*args.disk, &*dir, &repository);
-    clone_of(&named, disk, &args.output, !args.overlay.no_subclusters)
+        named.with_context(|| format!("{}: no snapshot '{}'", args.disk.display(), args.name))?;
+    clone_of(&named, (&args.disk, found), &args.output, !args.overlay.no_subclusters)
 }
 
 /// Clones the state of the disk at a path that a snapshot's pin in its repository keeps into a new file. Returns the clone's backing file.
@@ -280,13 +377,14 @@ pub fn clone(args: &SnapshotCloneArgs, (dir, repository): (PathBuf, DirectoryRep
 /// As [`clone`].
 pub fn clone_of(
     named: &Pin,
-    (disk, dir, repository): (&Path, &Path, &DirectoryRepository),
+    (disk, found): (&Path, &Found),
     output: &Path,
     subclusters: bool,
 ) -> Result<PathBuf> {
+    let repository = &*found.repository;
     ensure!(output.symlink_metadata().is_err(), "{}: exists already", output.display());
     let state = state_of(disk, &named.epoch)?;
-    let layer = std::path::absolute(top_of(dir, state))?;
+    let layer = std::path::absolute(found.top_of(state))?;
     let pin = named.again(repository, &Purpose::reader(&format!("clone {}", absolute(output))))?;
     let options = CreateOptions {
         size: Some(state.size),
@@ -341,10 +439,9 @@ impl PinRow {
 /// No such disk or pin; a repository that cannot be read or written.
 pub fn pins(args: &PinsArgs) -> Result<()> {
     let path = args.disk.display();
-    let (_, repository) =
-        repository_at(&args.disk)?.with_context(|| format!("{path}: is not a tiered disk"))?;
-    let head = newest(&repository)?.with_context(|| format!("{path}: nothing of it is published"))?;
-    let pins = Pin::all(&repository)?;
+    let (found, head) = published(&args.disk)?;
+    let repository = &*found.repository;
+    let pins = Pin::all(repository)?;
     let Some(id) = &args.release else {
         let rows: Vec<PinRow> = pins.iter().map(|pin| PinRow::new(pin, &head.epoch)).collect();
         return answer(args.json, &rows, || {
@@ -362,9 +459,6 @@ pub fn pins(args: &PinsArgs) -> Result<()> {
     if !args.yes {
         bail!("{path}: pin {id} is for {}: make sure that nothing needs it, then add --yes", row.why());
     }
-    audit::change(
-        audit::of("tier_unpin", [&args.disk]).object(row.why()),
-        |_| Ok(pin.release(&repository)?),
-    )?;
+    audit::change(audit::of("tier_unpin", [&args.disk]).object(row.why()), |_| Ok(pin.release(repository)?))?;
     answer(args.json, &row, || format!("{path}: released: {}\n", row.why()))
 }

@@ -131,6 +131,9 @@ fn every_key_of_a_tiered_disk_is_read() {
         outage-bytes = 1073741824
         durability = "repository"
     "#;
+    let far = parse(&text.replace("window = 10", "repository = \"hdfs://namenode/vms/web\"")).unwrap();
+    let far = far.disks[0].tier.as_ref().unwrap().repository.as_ref().unwrap().to_string();
+    assert_eq!(far, "hdfs://namenode/vms/web");
     let settings = parse(text).unwrap();
     let tier = settings.disks[0].tier.as_ref().unwrap();
     assert!(tier.dir.is_absolute() && tier.dir.ends_with("tier"));

@@ -11,13 +11,11 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use vmstrata_api as api;
-use vmstrata_tier::{Cache, CacheUse, CachedFiles, OnMissing, ReadThrough};
+use vmstrata_repo::Repository;
+use vmstrata_tier::{CACHE_NAME, Cache, CacheUse, CachedFiles, Elsewhere, OnMissing, ReadThrough};
 use vmstrata_types::path_to_text;
 
 use crate::error::Error;
-
-/// The name of a cache in its directory; those of copies of disks have a dash.
-const CACHE: &str = "cache";
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -41,22 +39,37 @@ impl Caches {
     /// # Errors
     /// A cache that cannot be used, or that another process uses.
     pub(super) fn of(&self, tier: &Path, on_missing: OnMissing) -> Result<ReadThrough, Error> {
+        Ok(ReadThrough::new(Arc::clone(&self.files), self.cache(tier)?, on_missing))
+    }
+
+    /// How the layers of a disk are read that are in a repository which is no directory.
+    ///
+    /// # Errors
+    /// As [`Caches::of`].
+    pub(super) fn elsewhere(
+        &self,
+        tier: &Path,
+        repository: Arc<dyn Repository>,
+        on_missing: OnMissing,
+    ) -> Result<Elsewhere, Error> {
+        Ok(Elsewhere::new(repository, &self.cache(tier)?, Arc::clone(&self.files), on_missing))
+    }
+
+    fn cache(&self, tier: &Path) -> Result<Arc<Cache>, Error> {
         let _opening = self.opening.lock();
         let made =
             DirBuilder::new().recursive(true).mode(0o700).create(tier).and_then(|()| tier.canonicalize());
-        let dir = made.map_err(|source| Error::TierDirectory { path: tier.to_owned(), source })?.join(CACHE);
+        let dir =
+            made.map_err(|source| Error::TierDirectory { path: tier.to_owned(), source })?.join(CACHE_NAME);
         let known = self.open.lock().get(&dir).cloned();
-        let cache = match known {
-            Some(cache) => cache,
-            None => {
-                let cache = Cache::open_within(&dir, self.budget)?;
-                let CacheUse { bytes, budget, .. } = cache.usage();
-                tracing::info!(dir = %dir.display(), bytes, budget, "keeps layers of repositories on this host");
-                self.open.lock().insert(dir, Arc::clone(&cache));
-                cache
-            }
-        };
-        Ok(ReadThrough::new(Arc::clone(&self.files), cache, on_missing))
+        if let Some(cache) = known {
+            return Ok(cache);
+        }
+        let cache = Cache::open_within(&dir, self.budget)?;
+        let CacheUse { bytes, budget, .. } = cache.usage();
+        tracing::info!(dir = %dir.display(), bytes, budget, "keeps layers of repositories on this host");
+        self.open.lock().insert(dir, Arc::clone(&cache));
+        Ok(cache)
     }
 
     /// How full they are.

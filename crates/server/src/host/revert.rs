@@ -11,6 +11,7 @@
 //!
 //! Invariant: whatever fails, the disk is behind its exports again, with the old content or the new; what cannot be opened waits.
 
+use std::slice;
 use std::sync::Arc;
 
 use vmstrata_api::{Event, RevertSpec, SnapshotReverted};
@@ -83,7 +84,10 @@ impl Host {
                 what: "keep: what it was until now becomes a branch",
             });
         }
-        let place = Place::of(&spec.path, &tier.dir)?;
+        let place = match &tier.repository {
+            Some(_) => self.place(slice::from_ref(spec), tier)?,
+            None => Place::of(&spec.path, &tier.dir)?,
+        };
         if let Some(repository) = place.open_repository()? {
             find_state(&*repository, &asked.snapshot, now_ns())?;
         }

@@ -34,6 +34,16 @@ impl DiskSpec {
 }
 
 impl Host {
+    /// Where the parts of a tiered disk lie, or those of a group; layers are read through the cache.
+    pub(super) fn place(&self, specs: &[DiskSpec], tier: &TierSpec) -> Result<Place, Error> {
+        let Some(address) = &tier.repository else {
+            return Ok(place_of(specs, tier)?.read_through(self.caches.of(&tier.dir, tier.on_missing)?));
+        };
+        let repository = address.open().map_err(vmstrata_tier::Error::from)?;
+        let elsewhere = self.caches.elsewhere(&tier.dir, repository, tier.on_missing)?;
+        Ok(Place::elsewhere(&specs[0].path, &tier.dir, elsewhere)?)
+    }
+
     /// Opens a tiered disk, or all those of a group, in their order. `options` says how each is opened.
     pub(super) fn open_tiered(
         &self,
@@ -42,11 +52,10 @@ impl Host {
         options: &[OpenOptions],
     ) -> Result<Vec<Arc<Disk>>, Error> {
         let spec = &specs[0];
-        let place = place_of(specs, tier)?;
+        let place = self.place(specs, tier)?;
         for (member, spec) in place.members().iter().zip(specs) {
             self.refuse_served(spec, &member.disk())?;
         }
-        let place = place.read_through(self.caches.of(&tier.dir, tier.on_missing)?);
         let (disks, tiered) = Tiered::open(&place, tier.options(&self.wire), options, &self.resources)?;
         let head = tiered.status();
         let durable = match head.window.durability {

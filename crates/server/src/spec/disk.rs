@@ -10,7 +10,9 @@ use vmstrata_api as api;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
 use vmstrata_disk::{DetectZeroes, Format, Limits};
 use vmstrata_store::CacheMode;
-use vmstrata_tier::{DurableAt, OnMissing, OnOutage, TierOptions, Wire, age_of, is_group_name};
+use vmstrata_tier::{
+    DurableAt, OnMissing, OnOutage, RepositoryAddress, TierOptions, Wire, age_of, is_group_name,
+};
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::{SpecError, check_name, check_path, limits_of, shown_limits, stem};
@@ -55,6 +57,8 @@ pub struct TierSpec {
     pub dir: PathBuf,
     /// The group of disks that it is published with.
     pub group: Option<String>,
+    /// The repository, unless it lies beside the disk.
+    pub repository: Option<RepositoryAddress>,
     /// How old a write is at most when it is published; `None` leaves it to the engine.
     pub window: Option<Duration>,
     /// For how long states can be opened that are not the newest any more; `None` leaves it to the engine.
@@ -81,6 +85,7 @@ impl TierSpec {
         let Some(dir) = &asked.tier else {
             let keys = [
                 ("group", asked.group.is_some()),
+                ("repository", asked.repository.is_some()),
                 ("window", asked.window.is_some()),
                 ("epochs", asked.epochs.is_some()),
                 ("on-missing", asked.on_missing.is_some()),
@@ -104,6 +109,17 @@ impl TierSpec {
         if let Some(group) = asked.group.as_ref().filter(|group| !is_group_name(group)) {
             return Err(SpecError::Group { group: group.clone() });
         }
+        if asked.group.is_some() && asked.repository.is_some() {
+            return Err(SpecError::GroupElsewhere);
+        }
+        let address = |text: &String| {
+            let why = |error: vmstrata_repo::Error| SpecError::Repository {
+                text: text.clone(),
+                why: error.source.to_string(),
+            };
+            RepositoryAddress::parse(text).map_err(why)
+        };
+        let repository = asked.repository.as_ref().map(address).transpose()?;
         let window = asked.window.map(Duration::from_secs);
         let [shortest, longest] = TierOptions::WINDOWS;
         if let Some(window) = window.filter(|window| !(shortest..=longest).contains(window)) {
@@ -117,6 +133,7 @@ impl TierSpec {
         Ok(Some(Self {
             dir: path_from_text(dir),
             group: asked.group.clone(),
+            repository,
             window,
             epochs,
             on_missing,
@@ -306,6 +323,11 @@ impl From<&DiskSpec> for api::DiskSpec {
             limits: shown_limits(spec.limits),
             tier: spec.tier.as_ref().map(|tier| path_to_text(&tier.dir)),
             group: spec.tier.as_ref().and_then(|tier| tier.group.clone()),
+            repository: spec
+                .tier
+                .as_ref()
+                .and_then(|tier| tier.repository.as_ref())
+                .map(RepositoryAddress::to_string),
             window: spec.tier.as_ref().and_then(|tier| tier.window).map(|window| window.as_secs()),
             epochs: spec
                 .tier
@@ -445,6 +467,10 @@ mod tests {
             api::DiskSpec { path: "file:///vms/w%FF.qcow2".to_owned(), at: text("mon"), ..rules.clone() },
             api::DiskSpec { at: text("mon"), clone: text("/ci/42.qcow2"), name: text("ci"), ..rules },
             tiered("/var/lib/vmstrata", Some(5)),
+            api::DiskSpec {
+                repository: text("hdfs://namenode:8020/vms/web?block=1M"),
+                ..tiered("/var/lib/vmstrata", None)
+            },
             api::DiskSpec { epochs: text("2h"), ..tiered("/var/lib/vmstrata", None) },
             api::DiskSpec { on_missing: text("error:7"), ..tiered("/var/lib/vmstrata", None) },
             api::DiskSpec {
@@ -516,8 +542,13 @@ mod tests {
         let budget = |bytes| api::DiskSpec { outage_bytes: Some(bytes), ..plain.clone() };
         let far = api::DiskSpec { durability: api::DurableAt::Repository, ..plain.clone() };
         let kept = api::DiskSpec { epochs: Some("1h".to_owned()), ..plain.clone() };
-        let keys = [kept, stalls, budget(1 << 20), far].map(without);
-        assert_eq!(keys, ["epochs", "on-outage", "outage-bytes", "durability"]);
+        let elsewhere = |text: &str| api::DiskSpec { repository: Some(text.to_owned()), ..plain.clone() };
+        let keys = [kept, stalls, budget(1 << 20), far, elsewhere("hdfs://namenode/vms")].map(without);
+        assert_eq!(keys, ["epochs", "on-outage", "outage-bytes", "durability", "repository"]);
+        for text in ["/mnt/nas/vms", "s3://bucket/web", "hdfs://namenode"] {
+            let told = refused(elsewhere(text)).to_string();
+            assert!(told.starts_with(&format!("'repository' cannot be '{text}': ")), "{told}");
+        }
         let bytes = (1 << 20) - 1;
         assert_eq!(refused(budget(bytes)), SpecError::OutageBytes { bytes });
         let window = api::DiskSpec { tier: None, ..plain.clone() };

@@ -223,7 +223,11 @@ pub fn warn_unless_quiesced(taken: &SnapshotTaken) {
 ///
 /// A relative path, as older servers tell it, says nothing: it is seen from the server's directory.
 pub fn is_file_of(served: &DiskStatus, disk: &Path) -> bool {
-    let Some(file) = number_of(disk) else { return false };
+    let Some(file) = number_of(disk) else {
+        // Or it is the repository of one.
+        let place = disk.to_str().and_then(|text| text.split('?').next());
+        return place.is_some() && served.tier.as_ref().map(|tier| tier.repository.as_str()) == place;
+    };
     if served.file == Some(file) {
         return true;
     }

@@ -351,11 +351,11 @@ impl<'a> GuestDisks<'a> {
     ) -> Result<String> {
         let (_, pin) = self.find_taken(disk, taken_ns)?;
         let path = path_from_text(&disk.state.disk);
-        let (dir, repository) = repository_at(&path)?.context("it is gone")?;
-        clone_of(&pin, (&path, &dir, &repository), file, true)?;
+        let found = repository_at(&path)?.context("it is gone")?;
+        clone_of(&pin, (&path, &found), file, true)?;
         let spec = DiskSpec {
             path: path_to_text(file),
-            backing: Some(vec![path_to_text(&dir)]),
+            backing: Some(vec![path_to_text(&found.name)]),
             name: Some(name_there),
             ..DiskSpec::default()
         };
