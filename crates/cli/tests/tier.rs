@@ -699,7 +699,7 @@ fn a_group_is_published_taken_over_and_removed_as_one() {
     assert!(said.contains("epoch 2") && said.contains("all is published"), "{said}");
     pair.assert_published();
     let said = first.ask_ok(["tier", "status", "log"]);
-    assert!(said.contains("group guest") && said.contains("guest.group"), "{said}");
+    assert!(said.contains("group guest") && said.contains("guest.tier"), "{said}");
     // One of it names the state of all.
     let both = first.ask_ok(["snapshot", "create", "log", "data", "--name", "mon", "--json"]);
     assert_eq!(serde_json::from_str::<Value>(&both).unwrap()["disks"].as_array().unwrap().len(), 2);
