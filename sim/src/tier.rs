@@ -27,8 +27,8 @@ use std::time::Duration;
 
 use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_tier::{
-    Claim, DiskState, Epoch, EpochNumber, Error, Generation, Head, HeadNumber, KEEP, Merge, Object, ObjectId, OwnerId,
-    Pin, PinId, Publisher, Purpose, Result, is_object_name, ship, states,
+    Claim, DiskState, Epoch, EpochNumber, Error, Generation, Head, HeadNumber, KEEP, Merge, Object, ObjectId,
+    OwnerId, Pin, PinId, Publisher, Purpose, Result, is_object_name, ship, states,
 };
 
 use crate::kernel::inside;
@@ -246,7 +246,8 @@ impl Book {
         let is_claim = head.generation > generation && head.epoch == *epoch;
         let is_same_process = head.generation == generation && Some(head.owner) == owner;
         let is_merge = is_same_process
-            && Epoch { disks: Vec::new(), ..head.epoch.clone() } == Epoch { disks: Vec::new(), ..epoch.clone() };
+            && Epoch { disks: Vec::new(), ..head.epoch.clone() }
+                == Epoch { disks: Vec::new(), ..epoch.clone() };
         let is_next = is_same_process && head.epoch.number == epoch.number.next();
         let floor = self.log.last().map_or(HeadNumber::FIRST, |entry| entry.head.floor);
         if head.number != number || head.floor < floor || !(is_claim || is_merge || is_next) {
@@ -421,7 +422,8 @@ impl Process {
                         [disk] => disk.objects.push(shipped),
                         _ => {
                             let size = BLOCKS as u64;
-                            epoch.disks = vec![DiskState { name: "disk".to_owned(), size, objects: vec![shipped] }];
+                            epoch.disks =
+                                vec![DiskState { name: "disk".to_owned(), size, objects: vec![shipped] }];
                         }
                     }
                     self.ledger.cut(publisher.head(), epoch.number, state);

@@ -197,12 +197,12 @@ fn a_process_that_publishes_after_a_take_over_of_a_mount_is_found() {
 
 #[test]
 fn a_head_that_counts_before_its_name_is_flushed_is_found() {
-    mount_finds("SeenHead", "1900");
+    mount_finds("SeenHead", "2640");
 }
 
 #[test]
 fn a_layer_that_an_old_listing_lacks_and_is_taken_for_lost_is_found() {
-    mount_finds("StaleLoss", "270");
+    mount_finds("StaleLoss", "1080");
 }
 
 #[test]
