@@ -11,8 +11,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use vmstrata_api as api;
-use vmstrata_repo::Repository;
-use vmstrata_tier::{CACHE_NAME, Cache, CacheUse, CachedFiles, Elsewhere, OnMissing, ReadThrough};
+use vmstrata_tier::{
+    CACHE_NAME, Cache, CacheUse, CachedFiles, Elsewhere, OnMissing, ReadThrough, RepositoryAddress,
+};
 use vmstrata_types::path_to_text;
 
 use crate::error::Error;
@@ -45,13 +46,14 @@ impl Caches {
     /// How the layers of a disk are read that are in a repository which is no directory.
     ///
     /// # Errors
-    /// As [`Caches::of`].
+    /// As [`Caches::of`]; a repository that cannot be reached.
     pub(super) fn elsewhere(
         &self,
         tier: &Path,
-        repository: Arc<dyn Repository>,
+        address: &RepositoryAddress,
         on_missing: OnMissing,
     ) -> Result<Elsewhere, Error> {
+        let repository = address.open().map_err(vmstrata_tier::Error::from)?;
         Ok(Elsewhere::new(repository, &self.cache(tier)?, Arc::clone(&self.files), on_missing))
     }
 

@@ -39,8 +39,7 @@ impl Host {
         let Some(address) = &tier.repository else {
             return Ok(place_of(specs, tier)?.read_through(self.caches.of(&tier.dir, tier.on_missing)?));
         };
-        let repository = address.open().map_err(vmstrata_tier::Error::from)?;
-        let elsewhere = self.caches.elsewhere(&tier.dir, repository, tier.on_missing)?;
+        let elsewhere = self.caches.elsewhere(&tier.dir, address, tier.on_missing)?;
         Ok(Place::elsewhere(&specs[0].path, &tier.dir, elsewhere)?)
     }
 

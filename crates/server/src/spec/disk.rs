@@ -113,11 +113,9 @@ impl TierSpec {
             return Err(SpecError::GroupElsewhere);
         }
         let address = |text: &String| {
-            let why = |error: vmstrata_repo::Error| SpecError::Repository {
-                text: text.clone(),
-                why: error.source.to_string(),
-            };
-            RepositoryAddress::parse(text).map_err(why)
+            let parsed = RepositoryAddress::parse(text);
+            parsed
+                .map_err(|error| SpecError::Repository { text: text.clone(), why: error.source.to_string() })
         };
         let repository = asked.repository.as_ref().map(address).transpose()?;
         let window = asked.window.map(Duration::from_secs);
