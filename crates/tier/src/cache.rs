@@ -45,6 +45,7 @@ use crate::digests::CHUNK;
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
 use crate::lock::lock_within;
+use crate::waiter::{Failure, Waiter};
 
 /// The least budget that serves any request: one of 1,024 pieces needs as many chunks at a time.
 pub const CACHE_BYTES_MIN: u64 = 1024 * CHUNK;
@@ -163,41 +164,6 @@ pub(crate) struct Cached {
     companion: Mutex<Option<Arc<Companion>>>,
     /// Who waits for a chunk that is fetched.
     waiting: Mutex<HashMap<usize, Vec<Waiter>>>,
-}
-
-/// Who waits for a chunk.
-pub(crate) struct Waiter {
-    /// When it waits no more, and why it then had to wait so long.
-    pub(crate) until: Option<Instant>,
-    pub(crate) late: Failure,
-    pub(crate) then: Box<dyn FnOnce(io::Result<Fetched>) + Send>,
-}
-
-impl fmt::Debug for Waiter {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Waiter").field("until", &self.until).finish_non_exhaustive()
-    }
-}
-
-/// Why a chunk could not be had, for all who wait for it.
-#[derive(Clone, Debug)]
-pub(crate) struct Failure {
-    pub(crate) kind: io::ErrorKind,
-    pub(crate) text: String,
-}
-
-impl Failure {
-    pub(crate) fn new(kind: io::ErrorKind, text: impl Into<String>) -> Self {
-        Self { kind, text: text.into() }
-    }
-
-    pub(crate) fn closed() -> Self {
-        Self::new(io::ErrorKind::NotConnected, "the cache was closed before it came")
-    }
-
-    pub(crate) fn error(&self) -> io::Error {
-        io::Error::new(self.kind, self.text.clone())
-    }
 }
 
 impl Cached {

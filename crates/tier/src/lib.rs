@@ -70,6 +70,7 @@ mod stand;
 mod states;
 mod status;
 mod tiered;
+mod waiter;
 mod whole;
 mod window;
 mod wire;

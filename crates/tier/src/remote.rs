@@ -27,10 +27,11 @@ use vmstrata_store::{
 };
 use vmstrata_types::HostOffset;
 
-use crate::cache::{Cache, Cached, Claimed, Failure, Settled, Waiter};
+use crate::cache::{Cache, Cached, Claimed, Settled};
 use crate::companion::Companion;
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
+use crate::waiter::{Failure, Waiter};
 
 /// Chunks of a repository that are fetched at a time.
 const THREADS_MAX: usize = 8;
