@@ -77,7 +77,8 @@ impl NewFile {
         self.step(State::Synced, |link, writer| {
             link.move_data(writer.close())?;
             let deadline = Instant::now() + KNOWN_MAX;
-            while link.ask(link.client.get_file_info(&path))?.length as u64 != written {
+            // Not its status: that has the block already.
+            while link.ask(link.client.read(&path))?.file_length() as u64 != written {
                 if Instant::now() > deadline {
                     let told = "the NameNode does not know of all that the DataNodes took";
                     return Err(io::Error::new(io::ErrorKind::TimedOut, told));
