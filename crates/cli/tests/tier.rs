@@ -702,7 +702,7 @@ fn a_group_is_published_taken_over_and_removed_as_one() {
     assert!(said.contains("group guest") && said.contains("guest.tier"), "{said}");
     // One of it names the state of all.
     let both = first.ask_ok(["snapshot", "create", "log", "data", "--name", "mon", "--json"]);
-    assert_eq!(serde_json::from_str::<Value>(&both).unwrap()["disks"].as_array().unwrap().len(), 2);
+    assert_eq!(serde_json::from_str::<Value>(&both).unwrap()["snapshots"].as_array().unwrap().len(), 2);
     first.ask_ok(["snapshot", "create", "data", "--name", "tue"]);
     for name in Pair::NAMES {
         let listed = run_ok(["snapshot", "list", &pair.path(name)]);
@@ -742,7 +742,7 @@ fn a_group_is_published_taken_over_and_removed_as_one() {
     }
     pair.write(&second, "write -P 3 8M 1M");
     second.ask_ok(["disk", "remove", "log"]);
-    assert!(!second.ask_ok(["status"]).contains("data"));
+    assert!(!second.ask_ok(["status"]).contains("data.qcow2"));
     pair.assert_published();
 
     // They are added one after the other, and served when both are there.
