@@ -98,7 +98,7 @@ impl Host {
     fn take_tiered(
         &self,
         asked: SnapshotSpec,
-        (tier, numbers): &(Arc<Tiered>, Vec<usize>),
+        (tier, numbers): &TierOf,
         agents: &[WithAgent],
     ) -> Result<SnapshotTaken, Error> {
         let how = how(&asked);
@@ -137,9 +137,12 @@ impl Host {
     }
 }
 
+/// What publishes some disks, and their numbers there.
+type TierOf = (Arc<Tiered>, Vec<usize>);
+
 impl Table {
     /// What publishes the disks of a snapshot, if they are tiered ones, of one group, and their numbers there.
-    fn tier_of(&self, names: &[String]) -> Result<Option<(Arc<Tiered>, Vec<usize>)>, Error> {
+    fn tier_of(&self, names: &[String]) -> Result<Option<TierOf>, Error> {
         let of = |name: &String| self.entry(name).and_then(|entry| entry.tier.clone());
         let Some((name, (tier, _))) = names.iter().find_map(|name| Some((name, of(name)?))) else {
             return Ok(None);
