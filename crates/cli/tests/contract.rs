@@ -82,10 +82,13 @@ fn every_operation_answers_as_the_document_says() {
     client.ask("POST", "/v1/disks", &tier, 201);
     let synced = client.ask("POST", "/v1/disks/tiered/tier/sync", &Value::Null, 200).json();
     assert_eq!(client.get("/v1/disks/tiered").json()["tier"]["epoch"], synced["epoch"]);
-    for seconds in [600, 0] {
-        let held = json!({ "seconds": seconds });
-        client.ask("PUT", "/v1/disks/tiered/tier/hold", &held, 200);
-    }
+    client.ask("PUT", "/v1/disks/tiered/tier/hold", &json!({ "seconds": 600 }), 200);
+    let uri = format!("nbd+unix:///tiered?socket={}", images.name("nbd.sock"));
+    tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 2 0 1M", &uri]);
+    let later = json!({ "disks": ["tiered"], "name": "later", "publish_later": true });
+    client.ask("POST", "/v1/snapshots", &later, 201);
+    client.ask("DELETE", "/v1/disks/tiered/snapshots/later", &Value::Null, 204);
+    client.ask("PUT", "/v1/disks/tiered/tier/hold", &json!({ "seconds": 0 }), 200);
     let rate = json!({ "bytes_a_second": 1 << 20 });
     client.ask("PUT", "/v1/tier/rate", &rate, 200);
     assert_eq!(client.get("/v1/tier/rate").json(), rate);

@@ -356,7 +356,8 @@ fn metrics_are_served_on_the_loopback_address_and_nothing_else_is() {
     let server = Server::start(&["--disk", &disk(&path, "a"), "--nbd", &nbd, "--metrics", &text]);
     let fetch_as = |accept: &str, path: &str| {
         let url = format!("http://127.0.0.1:{port}{path}");
-        tool("curl", ["-s", "-i", "-m", "10", "-H", &format!("Accept: {accept}"), &url])
+        // Less than the server waits for the crowd below to ask for something.
+        tool("curl", ["-s", "-i", "-m", "5", "-H", &format!("Accept: {accept}"), &url])
     };
     let fetch = |path: &str| fetch_as("*/*", path);
     let preferred = fetch_as("application/openmetrics-text,text/plain;q=0.3", "/metrics");
