@@ -26,6 +26,7 @@
 //! | `retain` | what may be deleted |
 //! | [`object`](ship) | how a layer gets into the repository |
 //! | `digests` | what proves a part of a layer |
+//! | `abreast` | work for a far repository, several items at a time |
 //! | `companion` | what lies beside a layer: digests, and its tables packed |
 //!
 //! Invariants: two processes never publish one disk; a head names complete layers only; what a claim takes over is what was
@@ -33,6 +34,7 @@
 
 #![forbid(unsafe_code)]
 
+mod abreast;
 mod attach;
 mod branch;
 mod cache;

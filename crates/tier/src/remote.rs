@@ -16,7 +16,6 @@ use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -27,6 +26,7 @@ use vmstrata_store::{
 };
 use vmstrata_types::HostOffset;
 
+use crate::abreast::each;
 use crate::cache::{Cache, Cached, Claimed, Settled};
 use crate::companion::Companion;
 use crate::error::{Error, Result};
@@ -149,21 +149,12 @@ impl Remote {
     /// # Errors
     /// As [`Remote::layer`].
     pub(crate) fn prepare(self: &Arc<Self>, objects: &[Object]) -> Result<()> {
-        let next = AtomicUsize::new(0);
-        let load = || {
-            while let Some(object) = objects.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if let Ok(cached) = self.cache.layer(object) {
-                    // See above.
-                    let _ = self.companion(object, &cached);
-                }
+        each(objects, PREPARED_AT_ONCE, |object| {
+            if let Ok(cached) = self.cache.layer(object) {
+                // See above.
+                let _ = self.companion(object, &cached);
             }
-        };
-        thread::scope(|scope| {
-            for _ in 1..PREPARED_AT_ONCE.min(objects.len()) {
-                // Those that are there do more.
-                let _ = thread::Builder::new().name("prepare".to_owned()).spawn_scoped(scope, load);
-            }
-            load();
+            true
         });
         for object in objects {
             let layer = self.layer(object)?;

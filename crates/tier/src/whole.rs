@@ -7,13 +7,12 @@
 //! That a name is not there, only a listing says that is newer than the head that has it: [`Look::since`]. A lookup may be old.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 
 use parking_lot::Mutex;
 use vmstrata_repo::Repository;
 use vmstrata_store::Planted;
 
+use crate::abreast::each;
 use crate::companion::Companion;
 use crate::error::{Error, Result};
 use crate::head::{Epoch, Head, HeadNumber, Object, ObjectId, PinId};
@@ -167,22 +166,14 @@ fn check<'a>(
         (object, is_read)
     };
     let objects: Vec<(&Object, bool)> = objects.map(is_read).collect();
-    let (next, found) = (AtomicUsize::new(0), Mutex::new(Ok(None)));
-    let look = || {
-        while let Some((object, is_read)) = objects.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let looked = check_one(repository, object, *is_read);
-            if !matches!(looked, Ok(None)) {
-                next.store(objects.len(), Ordering::Relaxed);
-                *found.lock() = looked;
-            }
+    let found = Mutex::new(Ok(None));
+    each(&objects, AT_ONCE, |(object, is_read)| {
+        let looked = check_one(repository, object, *is_read);
+        let is_right = matches!(looked, Ok(None));
+        if !is_right {
+            *found.lock() = looked;
         }
-    };
-    thread::scope(|scope| {
-        for _ in 1..AT_ONCE.min(objects.len()) {
-            // Those that are there do more.
-            let _ = thread::Builder::new().name("look".to_owned()).spawn_scoped(scope, look);
-        }
-        look();
+        is_right
     });
     found.into_inner()
 }
