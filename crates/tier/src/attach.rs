@@ -68,9 +68,6 @@ pub(crate) fn attach(
     check_image(path)?;
     // Without `force`: an image that has this one as its backing file would read each new epoch.
     let open = OpenOptions { format: Some(Format::Qcow2), read_only: false, force: false, ..open.clone() };
-    if place.elsewhere.is_some() {
-        check_image(path)?;
-    }
     // Takes up the journal of a killed writer.
     Disk::open(path, &open, resources)?.close()?;
     // Keeps out other writers.
