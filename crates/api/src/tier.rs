@@ -78,7 +78,7 @@ pub struct TierStatus {
 pub struct PendingSnapshot {
     /// What it will be called.
     pub name: String,
-    /// When it was taken, in ns since 1970, as whoever took it says.
+    /// When it was taken, in ns since 1970, by the clock of whoever took it.
     pub taken_ns: u64,
     /// The epoch that it is.
     pub epoch: u64,

@@ -29,7 +29,7 @@ const FILE_BYTES_MAX: u64 = 8 << 20;
 pub struct PendingSnapshot {
     /// What it will be called.
     pub name: String,
-    /// When it was taken, in nanoseconds since 1970, as whoever took it says.
+    /// When it was taken, in nanoseconds since 1970, by the clock of whoever took it.
     pub taken_ns: u64,
     /// Its labels.
     pub labels: Vec<(String, String)>,

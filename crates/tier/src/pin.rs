@@ -32,7 +32,7 @@ pub enum Purpose {
     Snapshot {
         /// The snapshot's name, as one of an ordinary disk.
         name: String,
-        /// When it was taken, in nanoseconds since 1970, as whoever took it says. With the name it tells a snapshot from all others.
+        /// When it was taken, in nanoseconds since 1970, by the clock of whoever took it. Name and time together identify a snapshot.
         taken_ns: u64,
         /// Its labels.
         labels: Vec<(String, String)>,

@@ -35,7 +35,7 @@ fn ask<T: Send + 'static>(
         let answer = repository_at(&path).and_then(|found| {
             question(&found.with_context(|| format!("{shown}: no repository of a tiered disk is there"))?)
         });
-        // Nobody waits any more for what came too late.
+        // After the deadline the receiver is gone.
         let _ = tell.send(answer);
     };
     std::thread::Builder::new().name("ask".to_owned()).spawn(answer)?;

@@ -131,7 +131,7 @@ impl Here {
             let (place, resources) = (Place::of(disk, tier)?, resources(journal)?);
             return Ok(Self { found, place, resources });
         };
-        // A server's, or nobody's: what it lacks is read from the repository.
+        // The cache that a server of this host uses; missing chunks are read from the repository.
         let dir = tier.join(CACHE_NAME);
         DirBuilder::new()
             .recursive(true)

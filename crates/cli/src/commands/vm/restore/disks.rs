@@ -134,7 +134,7 @@ impl<'a> GuestDisks<'a> {
         ))
     }
 
-    /// The same of a tiered disk: its active layer stands on the state that is kept, once the disk has been put back to it.
+    /// The same for a tiered disk. Once it is reverted, its active layer stands directly on the pinned state.
     fn wrong_tiered(&self, disk: &Disk, taken_ns: u64) -> Result<Option<String>> {
         let DiskState { disk: path, snapshot: name, .. } = &disk.state;
         let (layer, _) = self.find_taken(disk, taken_ns)?;
@@ -150,7 +150,7 @@ impl<'a> GuestDisks<'a> {
                     Some(written) => written,
                 }
             }
-            _ => "it stands on another state".to_owned(),
+            _ => "it is based on another state".to_owned(),
         };
         let revert = ["snapshot", "revert", path, name, "--yes"].map(shell_quote);
         Ok(Some(format!(

@@ -17,7 +17,7 @@ pub fn delete(states: &[DiskState], server: &ControlArgs) -> Vec<DiskState> {
     let mut states: Vec<&DiskState> = states.iter().collect();
     states.sort_by_key(|state| &state.disk);
     let mut left = Vec::new();
-    // One by one: a name that somebody has deleted before is in no other's way.
+    // One request for each: a name that is gone already does not fail the others.
     for state in states {
         if let Err(error) = delete_one(state, server) {
             eprintln!("vmstrata: warning: {}@{} is left: {error:#}", state.disk, state.snapshot);
