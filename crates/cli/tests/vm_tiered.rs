@@ -139,7 +139,7 @@ fn a_snapshot_is_complete_once_its_disk_is_published_by_whichever_server() {
     assert!(!read.contains("failed"), "{read}");
 
     let (said, started) = world.restore(&server, &[]);
-    assert!(said.contains("stands on another state") && started.is_none(), "{said}");
+    assert!(said.contains("is based on another state") && started.is_none(), "{said}");
     let (said, started) = world.restore(&server, &["--clone-disks"]);
     assert!(started.is_some_and(|options| options.contains("export=web.mon.clone,")), "{said}");
     server.ask_ok(["snapshot", "revert", &world.path, "mon", "--yes"]);
