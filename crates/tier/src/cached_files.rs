@@ -4,7 +4,7 @@
 //! the engine asks for a path, and gets a store whose bytes come when they are read. Indices of such layers lie on this host.
 
 use std::collections::HashMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -89,7 +89,8 @@ impl CachedFiles {
         let resolve =
             |dir: &Path| dir.canonicalize().map_err(|source| Error::Cache { path: dir.to_owned(), source });
         let (resolved, indices) = (resolve(dir.path)?, resolve(dir.indices)?);
-        remote.prepare(objects)?;
+        let objects = self.unknown(dir.path, remote, objects);
+        remote.prepare(&objects)?;
         let named = |object: &Object| {
             let layer = Layer { remote: Arc::clone(remote), object: *object };
             (OsString::from(object.id.layer_name().as_str()), layer)
@@ -99,6 +100,15 @@ impl CachedFiles {
         let empty = || Directory { resolved, indices, layers: HashMap::new() };
         directories.entry(dir.path.to_owned()).or_insert_with(empty).layers.extend(layers);
         Ok(())
+    }
+
+    /// Those of a directory's layers that were not added before.
+    fn unknown(&self, dir: &Path, remote: &Arc<Remote>, objects: &[Object]) -> Vec<Object> {
+        let directories = self.directories.read();
+        let Some(directory) = directories.get(dir) else { return objects.to_vec() };
+        let known = |object: &&Object| directory.layers.get(OsStr::new(object.id.layer_name().as_str()));
+        let is_known = |object: &&Object| known(object).is_some_and(|layer| Arc::ptr_eq(&layer.remote, remote));
+        objects.iter().filter(|object| !is_known(object)).copied().collect()
     }
 
     /// The layer at a path, if it is one, and the gate lets it through; and where its index lies.

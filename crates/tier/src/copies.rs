@@ -8,16 +8,25 @@ use vmstrata_disk::{CreateOptions, Format, OpenOptions, Resources, create_on};
 use vmstrata_repo::Repository;
 use vmstrata_types::ClusterBits;
 
+use crate::abreast::beside;
 use crate::attach::{attach, check_image, is_detached, point_at, seal};
 use crate::cuts::Cut;
 use crate::error::{Error, Result};
 use crate::head::{Epoch, EpochNumber, Head, OwnerId};
-use crate::look::newest;
 use crate::place::{Copy, Place};
-use crate::publisher::{Claim, Publisher};
+use crate::pin::Pin;
+use crate::publisher::{Claim, Publisher, Seen};
 use crate::stand;
 use crate::states::find_state;
 use crate::whole::newest_whole;
+
+/// A copy that publishes its disks.
+pub(crate) struct Claimed {
+    pub(crate) copy: Copy,
+    pub(crate) publisher: Publisher,
+    /// Of what the copy may stand on.
+    pub(crate) pins: Vec<Pin>,
+}
 
 /// Claims a disk, or those of a group, for this host's copy. There is one when this returns. They are published in what `watched` makes of
 /// their repository. `opens` says how each disk is opened.
@@ -29,15 +38,13 @@ pub(crate) fn claim(
     opens: &[OpenOptions],
     resources: &Arc<Resources>,
     watched: impl FnOnce(Arc<dyn Repository>) -> Arc<dyn Repository>,
-) -> Result<(Copy, Publisher)> {
+) -> Result<Claimed> {
     place.check_links()?;
     let repository = place.open_repository()?;
-    match &repository {
-        Some(repository) => {
-            if let Some(head) = newest(&**repository)? {
-                place.check_disks(&head.epoch)?;
-            }
-        }
+    let seen = repository.as_deref().map(Seen::of).transpose()?;
+    match &seen {
+        Some(Seen { below: Some(head), .. }) => place.check_disks(&head.epoch)?,
+        Some(_) => {}
         None => place.members().iter().try_for_each(|member| check_image(&member.path))?,
     }
     let mut copy = Copy::hold(place)?;
@@ -62,24 +69,31 @@ pub(crate) fn claim(
         }
     };
     let claim = if base.is_some() { Claim::Resume } else { Claim::First };
-    let mut publisher = Publisher::claim(watched(repository), owner, claim)?;
+    let seen = seen.map_or_else(|| Seen::of(&*repository), Ok)?;
+    let show = |head: Option<&Head>| head.map_or(Ok(()), |head| place.show(&head.epoch));
+    let below = seen.below.clone();
+    let (shown, publisher) = beside(
+        || show(below.as_ref()),
+        || Publisher::claim_above(watched(repository), owner, claim, seen),
+    );
+    let mut publisher = publisher?;
+    shown?;
     place.check_disks(&publisher.head().epoch)?;
     check_name(place, &publisher.head().epoch)?;
-    place.show(&publisher.head().epoch)?;
-    if base.is_some() && place.remote()?.is_some() {
-        let stands_on = stand::epochs_of(&**publisher.repository(), owner)?;
-        stands_on.iter().try_for_each(|epoch| place.show(epoch))?;
-    }
-    match base {
-        None => make_copy(&mut copy, place, &mut publisher, opens, resources)?,
+    show(Some(publisher.head()))?;
+    let pins = match base {
+        None => vec![make_copy(&mut copy, place, &mut publisher, opens, resources)?],
         Some(base) => {
+            let pins = stand::pins_of(&**publisher.repository(), owner)?;
+            pins.iter().try_for_each(|pin| place.show(&pin.epoch))?;
             let epoch = publisher.head().epoch.number;
             if !holds(place, base, epoch)? {
                 return Err(Error::OldCopy { copy: place.local.clone(), epoch });
             }
+            pins
         }
-    }
-    Ok((copy, publisher))
+    };
+    Ok(Claimed { copy, publisher, pins })
 }
 
 /// Refuses the repository of another disk, where the path does not lead to it.
@@ -108,19 +122,20 @@ pub fn take_over(
     let no_head = || Error::NoHead { repository: place.repository_name().display().to_string() };
     let repository = place.open_repository()?.ok_or_else(no_head)?;
     let whole = newest_whole(&*repository)?.ok_or_else(no_head)?;
-    let newest = &whole.head;
+    let newest = whole.head.clone();
     place.check_disks(&newest.epoch)?;
     let (mut copy, mut aside) = (Copy::hold(place)?, None);
-    place.show(&newest.epoch)?;
+    let show = || place.show(&newest.epoch);
     // One without a base was never written.
     if let Some((owner, base)) = copy.record().and_then(|record| Some((record.owner, record.base?))) {
         let is_there = place.members().iter().all(|member| member.disk().exists());
+        show()?;
         if owner == newest.owner && is_there && holds(place, base, newest.epoch.number)? {
             if whole.lost.is_empty() {
                 return Err(Error::OwnCopy { copy: place.local.clone() });
             }
             // The copy has what the lost heads published, if that was this host, and publishes it again.
-            let publisher = Publisher::take_over(repository, owner, &whole)?;
+            let publisher = Publisher::take_over(repository, owner, whole)?;
             return Ok((publisher.head().clone(), None));
         }
         let (path, new) = copy.set_aside()?;
@@ -128,7 +143,10 @@ pub fn take_over(
     }
     let owner = OwnerId::draw();
     copy.note(owner, None)?;
-    let mut publisher = Publisher::take_over(repository, owner, &whole)?;
+    // Both take many round trips.
+    let (shown, publisher) = beside(show, || Publisher::take_over(repository, owner, whole));
+    let mut publisher = publisher?;
+    shown?;
     place.check_disks(&publisher.head().epoch)?;
     let opens = vec![open.clone(); place.members().len()];
     make_copy(&mut copy, place, &mut publisher, &opens, resources)?;
@@ -143,7 +161,7 @@ pub fn take_over(
 pub fn revert(place: &Place, name: &str, open: &OpenOptions, resources: &Arc<Resources>) -> Result<PathBuf> {
     let members = place.members();
     let opens = vec![open.clone(); members.len()];
-    let (copy, mut publisher) = claim(place, &opens, resources, |repository| repository)?;
+    let Claimed { copy, mut publisher, .. } = claim(place, &opens, resources, |repository| repository)?;
     let mut newest = publisher.head().epoch.number;
     for member in members {
         let last = cuts(&member.disk(), &open_options(&member, open))?.last().map(|cut| cut.number);
@@ -165,7 +183,7 @@ fn make_copy(
     publisher: &mut Publisher,
     opens: &[OpenOptions],
     resources: &Arc<Resources>,
-) -> Result<()> {
+) -> Result<Pin> {
     let members = place.members();
     if publisher.head().epoch.number == EpochNumber::NONE {
         place.make_links()?;
@@ -187,7 +205,7 @@ fn make_copy(
     }
     let (owner, epoch) = (publisher.head().owner, &publisher.head().epoch);
     place.show(epoch)?;
-    stand::pin_for(&**publisher.repository(), publisher.head())?;
+    let pin = stand::pin_for(&**publisher.repository(), publisher.head())?;
     for (member, open) in members.iter().zip(opens) {
         let state = member.state(epoch);
         let options = CreateOptions {
@@ -201,7 +219,8 @@ fn make_copy(
         };
         create_on(&member.disk(), &options, &*place.opener())?;
     }
-    copy.note(owner, Some(epoch.number))
+    copy.note(owner, Some(epoch.number))?;
+    Ok(pin)
 }
 
 /// How the local disk is opened: its lowest layers lie in the repository.

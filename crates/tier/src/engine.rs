@@ -232,6 +232,8 @@ struct Shipped {
 pub(crate) struct Held {
     pub(crate) copy: Copy,
     pub(crate) publisher: Publisher,
+    /// All that keep what the copy may stand on.
+    pub(crate) pins: Vec<Pin>,
     /// Of what the publisher moves.
     pub(crate) meter: Arc<Meter>,
     /// The same repository, for merges.
@@ -261,7 +263,7 @@ impl Engine {
         resources: &Arc<Resources>,
         held: Held,
     ) -> Result<Self> {
-        let Held { copy, mut publisher, meter, merges } = held;
+        let Held { copy, mut publisher, pins, meter, merges } = held;
         publisher.keep(options.epochs);
         let head = publisher.head();
         place.make_links()?;
@@ -271,7 +273,7 @@ impl Engine {
         };
         let members = place.members().into_iter().zip(opens).map(open).collect::<Result<Vec<_>>>()?;
         let disks: Vec<Arc<Disk>> = members.iter().map(|member| member.disk.clone()).collect();
-        let pins = pins(&members, &publisher)?;
+        let pins = needed(&members, &publisher, pins)?;
         if pins.is_none() {
             let repository = place.repository_name();
             let repository = repository.display();
@@ -456,7 +458,8 @@ impl Engine {
             member.disk.rebase(lowest, &below)
         });
         // Some may stand on new layers and some on old ones: it is tried again, and each is kept.
-        self.pins = pins(&self.members, &self.publisher)?;
+        let pins = stand::pins_of(&**self.publisher.repository(), self.publisher.head().owner)?;
+        self.pins = needed(&self.members, &self.publisher, pins)?;
         self.forget_indices();
         Ok(rebased?)
     }
@@ -686,9 +689,9 @@ impl Engine {
     }
 }
 
-/// The pins that keep what the disks of a copy stand on; `None` where one is missing. The others that it made are released.
-fn pins(members: &[Member], publisher: &Publisher) -> Result<Option<Vec<Pin>>> {
+/// The pins that keep what the disks of a copy stand on, of all that it made; `None` where one is missing. The others are released.
+fn needed(members: &[Member], publisher: &Publisher, pins: Vec<Pin>) -> Result<Option<Vec<Pin>>> {
     let below = members.iter().map(|member| Some(member.border()?.0)).collect::<Option<_>>();
-    let pins = below.map(|below| stand::pins_of(&**publisher.repository(), publisher.head().owner, below));
-    Ok(pins.transpose()?.flatten())
+    let needed = below.map(|below| stand::needed(&**publisher.repository(), pins, below));
+    Ok(needed.transpose()?.flatten())
 }

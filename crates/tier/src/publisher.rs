@@ -70,9 +70,37 @@ pub struct Publisher {
     unsettled: Option<Head>,
     /// Whether it met a newer one.
     is_fenced: bool,
+    /// Whether what other processes had begun is gone.
+    is_alone: bool,
     retention: Retention,
     /// Pins never change.
     pins: Vec<Pin>,
+}
+
+/// What a repository held when somebody looked, before a claim.
+#[derive(Clone, Debug)]
+pub(crate) struct Seen {
+    /// The layers.
+    pub(crate) layers: Vec<ObjectId>,
+    /// What the next head follows.
+    pub(crate) below: Option<Head>,
+}
+
+impl Seen {
+    /// What it holds now.
+    ///
+    /// # Errors
+    /// As [`newest`].
+    pub(crate) fn of(repository: &dyn Repository) -> Result<Self> {
+        let look = Look::any(repository)?;
+        let below = look.heads().max().map(|number| read_newest(repository, number)).transpose()?;
+        Ok(Self { layers: look.layers().collect(), below })
+    }
+
+    fn of_whole(whole: Option<Whole>) -> Self {
+        let below = whole.as_ref().map(Whole::below);
+        Self { layers: whole.map(|whole| whole.layers).unwrap_or_default(), below }
+    }
 }
 
 impl Publisher {
@@ -82,33 +110,32 @@ impl Publisher {
     /// [`Error::Fenced`], [`Error::NoHead`] when the claim is not justified; a repository that cannot be read or written: the claim
     /// may then still succeed, which fences others, and can be made again.
     pub fn claim(repository: Arc<dyn Repository>, owner: OwnerId, claim: Claim) -> Result<Self> {
-        let before = Look::any(&*repository)?;
-        let below = match claim {
-            Claim::TakeOver => newest_whole(&*repository)?.map(|whole| whole.below()),
-            Claim::First | Claim::Resume => {
-                before.heads().max().map(|number| read_newest(&*repository, number)).transpose()?
-            }
+        let seen = match claim {
+            Claim::TakeOver => Seen::of_whole(newest_whole(&*repository)?),
+            Claim::First | Claim::Resume => Seen::of(&*repository)?,
         };
-        Self::claim_above(repository, owner, claim, before, below)
+        Self::claim_above(repository, owner, claim, seen)
     }
 
     /// Begins a generation above the newest whole head, as [`Claim::TakeOver`].
     ///
     /// # Errors
     /// As [`Publisher::claim`].
-    pub(crate) fn take_over(repository: Arc<dyn Repository>, owner: OwnerId, newest: &Whole) -> Result<Self> {
-        let before = Look::any(&*repository)?;
-        Self::claim_above(repository, owner, Claim::TakeOver, before, Some(newest.below()))
+    pub(crate) fn take_over(repository: Arc<dyn Repository>, owner: OwnerId, newest: Whole) -> Result<Self> {
+        Self::claim_above(repository, owner, Claim::TakeOver, Seen::of_whole(Some(newest)))
     }
 
-    /// Claims the disk, whose newest head is `below`, or one above that; `before` is what was there until now.
-    fn claim_above(
+    /// Claims the disk, whose newest head is what was seen, or one above that.
+    ///
+    /// # Errors
+    /// As [`Publisher::claim`].
+    pub(crate) fn claim_above(
         repository: Arc<dyn Repository>,
         owner: OwnerId,
         claim: Claim,
-        before: Look,
-        mut below: Option<Head>,
+        seen: Seen,
     ) -> Result<Self> {
+        let Seen { layers, mut below } = seen;
         loop {
             claim.check(&*repository, owner, below.as_ref())?;
             let mut head = Head::after(below.as_ref(), owner);
@@ -121,14 +148,13 @@ impl Publisher {
             };
             match (other, below) {
                 (None, _) => {
-                    // No other process can finish what it began before.
-                    repository.sweep()?;
-                    let retention = Retention::new(&head, before.layers(), since_boot());
+                    let retention = Retention::new(&head, layers.into_iter(), since_boot());
                     return Ok(Self {
                         repository,
                         head,
                         unsettled: None,
                         is_fenced: false,
+                        is_alone: false,
                         retention,
                         pins: Vec::new(),
                     });
@@ -163,7 +189,7 @@ impl Publisher {
     /// # Errors
     /// As [`Publisher::publish`].
     pub fn settle(&mut self) -> Result<()> {
-        self.check()?;
+        self.begin()?;
         self.unsettled.clone().map_or(Ok(()), |head| self.create(head))
     }
 
@@ -177,7 +203,7 @@ impl Publisher {
     /// # Panics
     /// When its number is lower than that of the last.
     pub fn publish(&mut self, epoch: Epoch) -> Result<()> {
-        self.check()?;
+        self.begin()?;
         if let Some(before) = self.unsettled.clone().filter(|head| head.epoch != epoch) {
             self.create(before)?;
         }
@@ -227,9 +253,13 @@ impl Publisher {
         Err(fenced(&*self.repository, by?))
     }
 
-    /// Refuses to go on after another process was met.
-    fn check(&self) -> Result<()> {
+    /// Refuses to go on after another process was met. The first time, has no other process finish what it began before the claim.
+    fn begin(&mut self) -> Result<()> {
         if !self.is_fenced {
+            if !self.is_alone {
+                self.repository.sweep()?;
+                self.is_alone = true;
+            }
             return Ok(());
         }
         let none = || Error::NoHead { repository: self.repository.describe() };

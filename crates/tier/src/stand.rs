@@ -33,18 +33,17 @@ pub(crate) fn pin_for(repository: &dyn Repository, head: &Head) -> Result<Pin> {
     Pin::make_from(repository, head.clone(), Some(head.epoch.number), &purpose)
 }
 
-/// The pins of a copy whose disks stand on the layers `below`; `None` where one is missing. Releases the others that it made.
+/// The pins of a copy, of which `pins` are all, whose disks stand on the layers `below`; `None` where one is missing. Releases the others.
 ///
 /// # Errors
-/// As [`Pin::all`].
-pub(crate) fn pins_of(
+/// What the repository reports.
+pub(crate) fn needed(
     repository: &dyn Repository,
-    owner: OwnerId,
+    pins: Vec<Pin>,
     mut below: BTreeSet<ObjectId>,
 ) -> Result<Option<Vec<Pin>>> {
-    let is_own = |pin: &Pin| pin.purpose.is_copy_of(owner);
     let mut found = Vec::new();
-    for pin in Pin::all(repository)?.into_iter().filter(is_own) {
+    for pin in pins {
         let before = below.len();
         pin.epoch.disks.iter().for_each(|disk| _ = below.remove(&disk.newest()));
         if below.len() < before {
@@ -56,13 +55,13 @@ pub(crate) fn pins_of(
     Ok(below.is_empty().then_some(found))
 }
 
-/// The epochs that a copy may stand on.
+/// The pins of a copy: of all that it may stand on.
 ///
 /// # Errors
 /// As [`Pin::all`].
-pub(crate) fn epochs_of(repository: &dyn Repository, owner: OwnerId) -> Result<Vec<Epoch>> {
+pub(crate) fn pins_of(repository: &dyn Repository, owner: OwnerId) -> Result<Vec<Pin>> {
     let is_own = |pin: &Pin| pin.purpose.is_copy_of(owner);
-    Ok(Pin::all(repository)?.into_iter().filter(is_own).map(|pin| pin.epoch).collect())
+    Ok(Pin::all(repository)?.into_iter().filter(is_own).collect())
 }
 
 /// The layer of the repository that the copy stands on, and the lowest layer of the copy, unless that takes writes.

@@ -10,7 +10,7 @@ use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Disk, OpenOptions, Resources};
 use vmstrata_repo::Repository;
 
-use crate::copies::claim;
+use crate::copies::{Claimed, claim};
 use crate::engine::{Engine, Held, Orders, Shared};
 use crate::error::{Error, Result};
 use crate::meter::Meter;
@@ -63,13 +63,13 @@ impl Tiered {
         assert_eq!(opens.len(), members.len(), "{place}: one for each disk");
         let meter = Arc::new(Meter::new());
         let mut unwatched = None;
-        let (copy, publisher) = claim(place, opens, resources, |repository| {
+        let Claimed { copy, publisher, pins } = claim(place, opens, resources, |repository| {
             // What merges move says nothing of the epoch that is shipped.
             unwatched = Some(Metered::new(repository.clone(), options.wire.clone(), Arc::new(Meter::new())));
             Arc::new(Metered::new(repository, options.wire.clone(), meter.clone()))
         })?;
         let merges = Arc::new(unwatched.expect("claimed"));
-        let held = Held { copy, publisher, meter, merges };
+        let held = Held { copy, publisher, pins, meter, merges };
         let engine = Engine::new(place, options, opens, resources, held)?;
         let disks = engine.disks().to_vec();
         let (shared, repository, remote) = (engine.shared(), engine.repository(), place.remote()?);

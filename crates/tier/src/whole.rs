@@ -33,6 +33,8 @@ pub struct Whole {
     pub head: Head,
     /// The heads above it, highest first, and what is wrong with each.
     pub lost: Vec<(HeadNumber, String)>,
+    /// The layers that were there.
+    pub(crate) layers: Vec<ObjectId>,
 }
 
 impl Whole {
@@ -62,7 +64,7 @@ pub fn newest_whole(repository: &dyn Repository) -> Result<Option<Whole>> {
             && missing(&look, &head.epoch).is_none()
             && check(repository, young(&head.epoch), YOUNG_BYTES)?.is_none()
         {
-            return Ok(Some(Whole { head, lost: Vec::new() }));
+            return Ok(Some(Whole { head, lost: Vec::new(), layers: look.layers().collect() }));
         }
         let later = if Planted::StaleLoss.is_there() { look } else { look_again(repository)? };
         if later.heads().max() == Some(newest) {
@@ -124,7 +126,7 @@ fn fall_back(repository: &dyn Repository, look: &Look) -> Result<Whole> {
             repository,
             "{newest} is lost: {why}; the newest that is whole is {whole}, epoch {epoch}"
         );
-        return Ok(Whole { head, lost });
+        return Ok(Whole { head, lost, layers: look.layers().collect() });
     }
     let (newest, why) = lost.into_iter().next().expect("a listing with heads");
     Err(Error::Lost { repository: repository.describe(), name: newest.name(), why })

@@ -1,11 +1,11 @@
-//! Connections to an NFSv3 server, each with a thread that makes one call at a time.
+//! Connections to an NFSv3 server, each for one call at a time. A call takes the one that was used last, as a mount has its connection already.
 
 use std::fmt;
 use std::future::Future;
 use std::io::{self, Read as _, Write as _};
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::pin::pin;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Duration;
@@ -17,14 +17,15 @@ use nfs3_client::nfs3_types::nfs3::{Nfs3Result, nfs_fh3, nfsstat3};
 use nfs3_client::nfs3_types::rpc::{auth_unix, opaque_auth};
 use nfs3_client::nfs3_types::xdr_codec::Opaque;
 use nfs3_client::{MountClient, Nfs3Client, RpcError};
+use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 
 /// Where the server listens.
 pub(super) const NFS_PORT: u16 = 2049;
 pub(super) const MOUNT_PORT: u16 = 20_048;
-/// Calls at a time, each on a connection of its own: as many as Linux has on its way to a server at the least.
-const CONNECTIONS: usize = 128;
+/// Calls at a time, each with a thread: as many as Linux has on its way to a server at the least.
+const CALLS: usize = 128;
 /// How long an answer may take. What is called again after that may be done twice: the caller knows which calls allow that.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -56,7 +57,7 @@ pub(super) fn now<T>(future: impl Future<Output = T>) -> T {
     }
 }
 
-type Job = Box<dyn FnOnce(&mut Connection) + Send>;
+type Job = Box<dyn FnOnce(&Connections) + Send>;
 
 /// See the module documentation. Threads are of the network namespace of whoever makes this.
 pub(super) struct Link {
@@ -69,9 +70,10 @@ impl fmt::Debug for Link {
     }
 }
 
-struct Connection {
+struct Connections {
     server: IpAddr,
-    client: Option<(Client, TcpStream)>,
+    /// The one that was used last is the last.
+    idle: Mutex<Vec<(Client, TcpStream)>>,
 }
 
 /// What a call will have answered.
@@ -86,10 +88,10 @@ impl<T> Answer<T> {
 impl Link {
     pub(super) fn new(server: IpAddr) -> io::Result<Self> {
         let (jobs, queue) = unbounded();
-        for _ in 0..CONNECTIONS {
-            let queue: Receiver<Job> = queue.clone();
-            let mut connection = Connection { server, client: None };
-            let work = move || queue.iter().for_each(|job| job(&mut connection));
+        let connections = Arc::new(Connections { server, idle: Mutex::default() });
+        for _ in 0..CALLS {
+            let (queue, connections): (Receiver<Job>, _) = (queue.clone(), Arc::clone(&connections));
+            let work = move || queue.iter().for_each(|job| job(&connections));
             thread::Builder::new().name("nfs".to_owned()).spawn(work)?;
         }
         Ok(Self { jobs })
@@ -102,9 +104,9 @@ impl Link {
         C: FnOnce(&mut Client) -> Result<Nfs3Result<T, E>, RpcError> + Send + 'static,
     {
         let (tell, told) = mpsc::channel();
-        let job: Job = Box::new(move |connection| {
+        let job: Job = Box::new(move |connections| {
             // Who asked may not wait for it any more.
-            let _ = tell.send(connection.call(call));
+            let _ = tell.send(connections.call(call));
         });
         self.jobs.send(job).expect("threads live as long as this");
         Answer(told)
@@ -120,12 +122,13 @@ impl Link {
     }
 }
 
-impl Connection {
+impl Connections {
     fn call<T, E>(
-        &mut self,
+        &self,
         call: impl FnOnce(&mut Client) -> Result<Nfs3Result<T, E>, RpcError>,
     ) -> io::Result<T> {
-        let (mut client, stream) = match self.client.take() {
+        let idle = self.idle.lock().pop();
+        let (mut client, stream) = match idle {
             Some((client, stream)) if is_open(&stream) => (client, stream),
             _ => {
                 let Wire(stream) = connect(self.server, NFS_PORT)?;
@@ -135,7 +138,7 @@ impl Connection {
         };
         let answer = call(&mut client).map_err(rpc_error)?;
         // After an error an old answer may still come.
-        self.client = Some((client, stream));
+        self.idle.lock().push((client, stream));
         match answer {
             Nfs3Result::Ok(value) => Ok(value),
             Nfs3Result::Err((status, _)) => Err(status_error(status)),
