@@ -5,6 +5,7 @@
 
 mod attached;
 mod finalize;
+mod home;
 mod index;
 mod merge;
 mod open;
@@ -15,7 +16,7 @@ mod state;
 mod switch;
 
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -46,6 +47,7 @@ use crate::zero::{Purpose, ZERO_CHUNK};
 use state::{Service, State};
 
 pub use attached::{AttachedWriter, HasWriter};
+pub use home::NewHome;
 pub use index::Indexing;
 pub(crate) use merge::Running;
 #[cfg(test)]
@@ -56,9 +58,8 @@ pub use snapshot::{Taken, Together, snapshot_together};
 /// See the module documentation.
 #[derive(Debug)]
 pub struct Disk {
-    path: PathBuf,
+    home: home::Home,
     size: AtomicU64,
-    options: OpenOptions,
     layers: ArcSwap<Layers>,
     /// As in `layers`; queues look at it before every request.
     generation: AtomicU64,
@@ -139,9 +140,8 @@ impl Disk {
 
     fn over(path: &Path, options: &OpenOptions, layers: Layers) -> Self {
         Self {
-            path: path.to_owned(),
+            home: home::Home::new(path, options),
             size: AtomicU64::new(layers.size),
-            options: options.clone(),
             resources: Arc::clone(&layers.resources),
             layers: ArcSwap::from_pointee(layers),
             generation: AtomicU64::new(0),
@@ -163,11 +163,6 @@ impl Disk {
     #[inline]
     pub fn size(&self) -> u64 {
         self.size.load(Ordering::Acquire)
-    }
-
-    /// The active layer's file, as it was named.
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 
     /// The format of the newest layer's file: a snapshot makes a raw disk qcow2.
@@ -212,7 +207,7 @@ impl Disk {
 
     /// Whether writes are refused because the disk was opened so.
     pub fn is_read_only(&self) -> bool {
-        self.options.read_only
+        self.home().options.read_only
     }
 
     /// What queues did to the disk since it was opened.
@@ -332,11 +327,11 @@ impl Disk {
     /// Refuses what does not lie on the disk, and everything once the disk is closed.
     pub(crate) fn check_range(&self, range: GuestRange) -> Result<()> {
         if self.state.service() == Service::Closed {
-            return Err(Error::from(ErrorKind::Closed).in_file(&self.path));
+            return Err(Error::from(ErrorKind::Closed).in_file(self.path()));
         }
         let size = self.size();
         if !range.fits(size) {
-            return Err(Error::from(ErrorKind::OutOfRange { range, size }).in_file(&self.path));
+            return Err(Error::from(ErrorKind::OutOfRange { range, size }).in_file(self.path()));
         }
         Ok(())
     }
@@ -345,7 +340,7 @@ impl Disk {
     pub(crate) fn check_buffers(&self, range: GuestRange, len: usize) -> Result<()> {
         self.check_range(range)?;
         if len as u64 != range.len {
-            return Err(Error::from(ErrorKind::BufferLength { range, len }).in_file(&self.path));
+            return Err(Error::from(ErrorKind::BufferLength { range, len }).in_file(self.path()));
         }
         Ok(())
     }
@@ -508,7 +503,7 @@ impl Disk {
     /// Gives back clusters that nothing leads to any more, once no request can still see them.
     pub(super) fn reclaim(&self, active: &Active) {
         if let Err(error) = active.reclaim(|| self.epochs.synchronize()) {
-            tracing::warn!(disk = %self.path.display(), %error, "cannot free clusters: they are leaked until `vmstrata check --repair=leaks`");
+            tracing::warn!(disk = %self.path().display(), %error, "cannot free clusters: they are leaked until `vmstrata check --repair=leaks`");
         }
     }
 
@@ -529,7 +524,7 @@ impl Disk {
         match (before, self.failure()) {
             (Service::Closed, _) => return Ok(()),
             (Service::Failed, Some(cause)) if !self.is_read_only() => {
-                return Err(Error::from(ErrorKind::Failed { cause }).in_file(&self.path));
+                return Err(Error::from(ErrorKind::Failed { cause }).in_file(self.path()));
             }
             _ => {}
         }
@@ -571,6 +566,6 @@ impl Maintained for Disk {
     }
 
     fn path(&self) -> &Path {
-        &self.path
+        Disk::path(self)
     }
 }

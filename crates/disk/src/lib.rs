@@ -95,7 +95,7 @@ pub use chain::{DetectZeroes, OpenOptions, Unflushed};
 pub use check::{CheckOptions, check};
 pub use create::{CreateOptions, create, create_on};
 pub use disk::{
-    AttachedWriter, Disk, HasWriter, Indexing, ResizeFault, Resized, Shrink, Taken, Together,
+    AttachedWriter, Disk, HasWriter, Indexing, NewHome, ResizeFault, Resized, Shrink, Taken, Together,
     snapshot_together,
 };
 pub use error::{Error, ErrorKind, IoContext, Result};

@@ -24,7 +24,11 @@ pub(crate) fn each<T: Sync>(items: &[T], threads: usize, run: impl Fn(&T) -> boo
 }
 
 /// What `run` makes of each item, on so many threads at most.
-pub(crate) fn map<T: Sync, R: Send + Sync>(items: &[T], threads: usize, run: impl Fn(&T) -> R + Sync) -> Vec<R> {
+pub(crate) fn map<T: Sync, R: Send + Sync>(
+    items: &[T],
+    threads: usize,
+    run: impl Fn(&T) -> R + Sync,
+) -> Vec<R> {
     let made: Vec<(&T, OnceLock<R>)> = items.iter().map(|item| (item, OnceLock::new())).collect();
     each(&made, threads, |(item, made)| made.set(run(item)).is_ok());
     made.into_iter().map(|(_, made)| made.into_inner().expect("each item was run")).collect()

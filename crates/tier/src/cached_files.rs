@@ -107,7 +107,8 @@ impl CachedFiles {
         let directories = self.directories.read();
         let Some(directory) = directories.get(dir) else { return objects.to_vec() };
         let known = |object: &&Object| directory.layers.get(OsStr::new(object.id.layer_name().as_str()));
-        let is_known = |object: &&Object| known(object).is_some_and(|layer| Arc::ptr_eq(&layer.remote, remote));
+        let is_known =
+            |object: &&Object| known(object).is_some_and(|layer| Arc::ptr_eq(&layer.remote, remote));
         objects.iter().filter(|object| !is_known(object)).copied().collect()
     }
 

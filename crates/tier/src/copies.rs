@@ -13,8 +13,8 @@ use crate::attach::{attach, check_image, is_detached, point_at, seal};
 use crate::cuts::Cut;
 use crate::error::{Error, Result};
 use crate::head::{Epoch, EpochNumber, Head, OwnerId};
-use crate::place::{Copy, Place};
 use crate::pin::Pin;
+use crate::place::{Copy, Place};
 use crate::publisher::{Claim, Publisher, Seen};
 use crate::stand;
 use crate::states::find_state;
@@ -72,10 +72,8 @@ pub(crate) fn claim(
     let seen = seen.map_or_else(|| Seen::of(&*repository), Ok)?;
     let show = |head: Option<&Head>| head.map_or(Ok(()), |head| place.show(&head.epoch));
     let below = seen.below.clone();
-    let (shown, publisher) = beside(
-        || show(below.as_ref()),
-        || Publisher::claim_above(watched(repository), owner, claim, seen),
-    );
+    let (shown, publisher) =
+        beside(|| show(below.as_ref()), || Publisher::claim_above(watched(repository), owner, claim, seen));
     let mut publisher = publisher?;
     shown?;
     place.check_disks(&publisher.head().epoch)?;

@@ -27,7 +27,7 @@ impl Disk {
     pub(super) fn index_newest(&self, before: &Layers, path: &Path) -> Option<Arc<Index>> {
         let below = before.frozen.as_ref()?.index()?;
         let extend = || -> Result<Index> {
-            let gate = self.options.gate(&self.path)?;
+            let gate = self.home().options.gate(self.path())?;
             let opener = self.resources.files().opener();
             let index = index::extend(path, Format::Qcow2, below.layers(), Some(below), &gate, opener)?;
             tracing::debug!(layer = %path.display(), kind = ?index.kind(), bytes = index.bytes(), "index written");
@@ -49,7 +49,7 @@ impl Disk {
         {
             return;
         }
-        if let Err(error) = index::build(&self.path, &self.index_options()) {
+        if let Err(error) = index::build(self.path(), &self.index_options()) {
             tracing::debug!(%error, "indices of the chain");
         }
         self.use_index();
@@ -75,7 +75,7 @@ impl Disk {
             Ok(None) => "a layer cannot have one".to_owned(),
             Err(error) => error.to_string(),
         };
-        let disk = self.path.display();
+        let disk = self.path().display();
         tracing::warn!(%disk, why, "the chain gets no index: it opens slower; see `vmstrata index build`");
         *self.finalizing.unindexed_since.lock() = Some(Instant::now());
     }
@@ -85,7 +85,7 @@ impl Disk {
         if newest.window.is_some() {
             return Ok(None);
         }
-        let (gate, opener) = (self.options.gate(&self.path)?, self.resources.files().opener());
+        let (gate, opener) = (self.home().options.gate(self.path())?, self.resources.files().opener());
         let top = open_layer(&newest.path, Role::Frozen, Some(newest.format()), &gate, &**opener)?;
         let Found::Whole(index) = index::load(&top, &gate, opener, &mut Looks::default()) else {
             return Ok(None);
@@ -119,7 +119,7 @@ impl Indexing {
     /// # Errors
     /// A chain that cannot be read.
     pub fn of_disk(disk: &Arc<Disk>, keep_unread: bool) -> Result<Self> {
-        let builder = IndexBuilder::new(&disk.path, &IndexOptions { keep_unread, ..disk.index_options() })?;
+        let builder = IndexBuilder::new(disk.path(), &IndexOptions { keep_unread, ..disk.index_options() })?;
         Ok(Self { disk: Arc::clone(disk), builder })
     }
 

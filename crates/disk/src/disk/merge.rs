@@ -77,7 +77,7 @@ pub(crate) struct Running {
 impl Disk {
     /// How the disk is opened again: a snapshot may have made a raw disk qcow2.
     pub(crate) fn options(&self) -> OpenOptions {
-        OpenOptions { format: Some(self.format()), format_is_exact: true, ..self.options.clone() }
+        OpenOptions { format: Some(self.format()), format_is_exact: true, ..self.home().options.clone() }
     }
 
     /// Refuses a disk that was just opened over a layer that is being copied into, and removes what a killed merge of it
@@ -86,7 +86,7 @@ impl Disk {
         // The merge that enters a file looks for disks after that, and this disk is known by now: one sees the other.
         let merging = self.resources.merging().lock().iter().any(|&file| self.stands_on(file));
         if merging {
-            return Err(Error::from(MergeFault::Busy).in_file(&self.path));
+            return Err(Error::from(MergeFault::Busy).in_file(self.path()));
         }
         if !self.is_read_only() {
             self.sweep_merged();
@@ -96,7 +96,7 @@ impl Disk {
 
     /// Removes what a killed merge left.
     fn sweep_merged(self: &Arc<Self>) {
-        self.with_local_holders(|here| cleanup::sweep(&self.path, &self.options(), here));
+        self.with_local_holders(|here| cleanup::sweep(self.path(), &self.options(), here));
     }
 
     /// Does something with what this process has to do with files.
@@ -137,9 +137,9 @@ impl Running {
             range.check(chain, options)?;
             Ok(range)
         })?;
-        let users = Users::standing_on(&chain[range.first.index()..], &disk.path, &disk.options());
+        let users = Users::standing_on(&chain[range.first.index()..], disk.path(), &disk.options());
         refuse_overlooked(&chain, range, options, &users)
-            .map_err(|fault| Error::from(fault).in_file(&disk.path))?;
+            .map_err(|fault| Error::from(fault).in_file(disk.path()))?;
         let is_active = range.target().index() + 1 == chain.len();
         let copier = match running.begin_commit(&chain, options)? {
             Some(copier) => copier,
@@ -154,7 +154,7 @@ impl Running {
         disk: &Arc<Disk>,
         range: impl FnOnce(&[ChainFile]) -> std::result::Result<MergeRange, MergeFault>,
     ) -> Result<(Self, Vec<ChainFile>)> {
-        let in_disk = |fault| Error::from(fault).in_file(&disk.path);
+        let in_disk = |fault| Error::from(fault).in_file(disk.path());
         if disk.state.set_merging(true) {
             return Err(in_disk(MergeFault::Busy));
         }
@@ -165,8 +165,8 @@ impl Running {
         let changing = disk.change();
         disk.check_changeable()?;
         disk.sweep_merged();
-        let chain = chain_files(&disk.path, &disk.options(), &**disk.resources.files().opener())?;
-        interrupted::sweep(&disk.path, chain[chain.len() - 1].file, |_| {})?;
+        let chain = chain_files(disk.path(), &disk.options(), &**disk.resources.files().opener())?;
+        interrupted::sweep(disk.path(), chain[chain.len() - 1].file, |_| {})?;
         drop(changing);
         running.range = range(&chain).map_err(in_disk)?;
         Ok((running, chain))
@@ -188,13 +188,13 @@ impl Running {
         if same && chain.len() == layers.top_index().index() + 1 && layers.before.is_none() {
             return Ok(());
         }
-        Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path))
+        Err(Error::from(MergeFault::LayersChanged).in_file(self.disk.path()))
     }
 
     fn after(&self, chain: &[ChainFile]) -> Result<Option<Arc<FrozenMap>>> {
         let disk = &self.disk;
         let stays = self.range.first.index().checked_sub(1);
-        stays.map(|layer| map_up_to(&disk.path, chain, layer, &disk.options(), &disk.resources)).transpose()
+        stays.map(|layer| map_up_to(disk.path(), chain, layer, &disk.options(), &disk.resources)).transpose()
     }
 
     /// Begins to copy into the active layer.
@@ -203,7 +203,7 @@ impl Running {
         let room = self.room(chain, after.as_deref())?;
         let (_changing, layers) = self.hold_layers(chain)?;
         let Top::Qcow2(active) = &layers.top else {
-            return Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path));
+            return Err(Error::from(MergeFault::LayersChanged).in_file(self.disk.path()));
         };
         let plan = || -> Result<Relink> {
             let len = active.store.len().while_trying("read the file's length")?;
@@ -266,7 +266,7 @@ impl Running {
     fn check_top(&self, layers: &Layers, copier: &Copier) -> Result<()> {
         match &layers.top {
             Top::Qcow2(active) if Arc::ptr_eq(active, &copier.target) => Ok(()),
-            _ => Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path)),
+            _ => Err(Error::from(MergeFault::LayersChanged).in_file(self.disk.path())),
         }
     }
 }
@@ -341,7 +341,7 @@ impl Running {
         let (disk, range) = (Arc::clone(&self.disk), self.range);
         let above = &chain[range.first.index()..];
         let ours = |layers: &[ChainFile]| open_twice(layers, &here);
-        let (path, resources) = (&disk.path, &disk.resources);
+        let (path, resources) = (disk.path(), &disk.resources);
         let asked = Asked { disk: path, chain, range, options, resources, here, ours: &ours };
         let Some(found) = asked.choose()? else { return Ok(None) };
         let dropped = &above[..=range.last.index() - range.first.index()];
@@ -408,7 +408,7 @@ impl Running {
         self.claim(link)?;
         // Before it is open a second time, which hides the locks of others.
         self.refuse_users(chain, users)?;
-        let beneath = map_up_to(&disk.path, chain, self.range.last.index(), &disk.options(), resources)?;
+        let beneath = map_up_to(disk.path(), chain, self.range.last.index(), &disk.options(), resources)?;
         let top = link.open(Role::CopiedInto, &**resources.files().opener())?;
         let header = &top.head.as_ref().ok_or(ErrorKind::Changed)?.header;
         let relink = Relink::plan(&*top.opened.store, header, below)
@@ -535,7 +535,7 @@ impl Running {
         let map = disk.resources.new_map(layers)?;
         let _changing = disk.change();
         if !Arc::ptr_eq(&before, &disk.layers_now()) {
-            return Err(Error::from(MergeFault::LayersChanged).in_file(&disk.path));
+            return Err(Error::from(MergeFault::LayersChanged).in_file(disk.path()));
         }
         disk.put_layers_and_call(Layers { frozen: Some(Arc::new(map)), ..Layers::clone(&before) });
         Ok(())
@@ -555,7 +555,7 @@ impl Running {
             let above = self.range.target().index() + 1;
             let is_there = |layer: &Arc<Layer>| layer.identity.file == target.identity.file;
             if !old.layers().nth(target.index.index()).is_some_and(is_there) {
-                return Err(Error::from(MergeFault::LayersChanged).in_file(&disk.path));
+                return Err(Error::from(MergeFault::LayersChanged).in_file(disk.path()));
             }
             let below = copier.after.as_deref();
             let kept = below.into_iter().flat_map(FrozenMap::layers).cloned();
@@ -579,7 +579,7 @@ impl Running {
         let _changing = self.disk.change();
         let layers = arc_swap::Guard::into_inner(self.disk.layers_now());
         if layers.before.is_some() {
-            return Err(Error::from(MergeFault::LayersChanged).in_file(&self.disk.path));
+            return Err(Error::from(MergeFault::LayersChanged).in_file(self.disk.path()));
         }
         Ok(layers)
     }

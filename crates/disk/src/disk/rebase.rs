@@ -54,7 +54,7 @@ impl Running {
         };
         let (mut running, chain) = Self::enter(disk, range)?;
         let target = running.range.target().index();
-        let users = Users::standing_on(&chain[target..], &disk.path, &disk.options());
+        let users = Users::standing_on(&chain[target..], disk.path(), &disk.options());
         let open = OpenOptions { format: Some(Format::Qcow2), ..disk.options() };
         let after = map_of(below, &open, &disk.resources)?;
         let record = chain[target].record.clone();

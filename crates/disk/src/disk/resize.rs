@@ -110,13 +110,13 @@ impl Disk {
         let layers = arc_swap::Guard::into_inner(self.layers_now());
         let from = layers.size;
         let size = size.checked_next_multiple_of(SECTOR).unwrap_or(size);
-        self.check_size(&layers, size, shrink).map_err(|error| error.in_file(&self.path))?;
+        self.check_size(&layers, size, shrink).map_err(|error| error.in_file(self.path()))?;
         let pause = match size.cmp(&from) {
             std::cmp::Ordering::Equal => Duration::ZERO,
             std::cmp::Ordering::Greater => self.grow(&layers, size)?,
             std::cmp::Ordering::Less => self.shrink(&layers, size).map(|()| Duration::ZERO)?,
         };
-        tracing::info!(disk = %self.path.display(), from, to = size, pause_us = pause.as_micros(), "resized");
+        tracing::info!(disk = %self.path().display(), from, to = size, pause_us = pause.as_micros(), "resized");
         Ok(Resized { from, to: size, pause })
     }
 
@@ -178,7 +178,7 @@ impl Disk {
             return Ok(Duration::ZERO);
         }
         let extended = active.extend_l1(entries);
-        if extended.map_err(|error| self.fail_if_fatal(error.in_file(&self.path)))? {
+        if extended.map_err(|error| self.fail_if_fatal(error.in_file(self.path())))? {
             let began = Instant::now();
             self.write_gate.quiesce(|| active.know_longer_l1(entries));
             return Ok(began.elapsed());
@@ -188,7 +188,7 @@ impl Disk {
         let began = Instant::now();
         let grown = self.write_gate.quiesce(|| layers.commit().and_then(|()| active.grow_l1(entries)));
         let pause = began.elapsed();
-        grown.map_err(|error| self.fail_if_fatal(error.in_file(&self.path)))?;
+        grown.map_err(|error| self.fail_if_fatal(error.in_file(self.path())))?;
         Ok(pause)
     }
 
@@ -220,7 +220,7 @@ impl Disk {
     }
 
     fn write_size(&self, active: &Active, size: u64) -> Result<()> {
-        active.write_size(size).map_err(|error| self.fail_if_fatal(error.in_file(&self.path)))
+        active.write_size(size).map_err(|error| self.fail_if_fatal(error.in_file(self.path())))
     }
 
     fn set_raw_len(&self, raw: &RawTop, size: u64) -> Result<()> {

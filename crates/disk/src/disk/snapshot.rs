@@ -43,17 +43,17 @@ impl Disk {
     }
 
     /// How the active layer's file is written; refuses a disk that takes no writes, or whose name leads to another file.
-    fn active_format(&self) -> Result<Format> {
+    pub(super) fn active_format(&self) -> Result<Format> {
         self.check_changeable()?;
-        self.options.check_beside(&self.path)?;
+        self.home().options.check_beside(self.path())?;
         let (format, file) = match &self.layers_now().top {
             Top::Qcow2(active) => (Format::Qcow2, active.identity.file),
             Top::Raw(raw) => (Format::Raw, raw.identity.file),
-            Top::Frozen => return Err(Error::from(ErrorKind::ReadOnly).in_file(&self.path)),
+            Top::Frozen => return Err(Error::from(ErrorKind::ReadOnly).in_file(self.path())),
         };
         let opener = self.resources.files().opener();
-        if opener.identity(&self.path, &Gate::unrestricted())?.file != file {
-            return Err(Error::from(ErrorKind::Changed).in_file(&self.path));
+        if opener.identity(self.path(), &Gate::unrestricted())?.file != file {
+            return Err(Error::from(ErrorKind::Changed).in_file(self.path()));
         }
         Ok(format)
     }
@@ -62,11 +62,11 @@ impl Disk {
     fn check_snapshot(&self, info: &SnapshotInfo, convert_raw: bool) -> Result<()> {
         let format = self.active_format()?;
         if format == Format::Raw && !convert_raw {
-            return Err(Error::from(SnapshotFault::StaysRaw).in_file(&self.path));
+            return Err(Error::from(SnapshotFault::StaysRaw).in_file(self.path()));
         }
         self.check_name(&info.name)?;
-        check_ready(&self.path, info, (format, self.options.subclusters))
-            .map_err(|error| error.in_file(&self.path))
+        check_ready(self.path(), info, (format, self.home().options.subclusters))
+            .map_err(|error| error.in_file(self.path()))
     }
 
     /// Refuses a name that the chain has, under whatever file name: the older state could not be named any more.
@@ -76,11 +76,11 @@ impl Disk {
         if names.as_ref().is_some_and(|names| !names.contains(name)) {
             return Ok(());
         }
-        let snapshots = match list(&self.path, &self.options()) {
+        let snapshots = match list(self.path(), &self.options()) {
             Ok(snapshots) => snapshots,
             Err(error) => {
                 // The disk itself reads what it opened: it goes on, and so do its snapshots.
-                tracing::warn!(disk = %self.path.display(), %error, "its snapshots cannot be listed: taken names are not known");
+                tracing::warn!(disk = %self.path().display(), %error, "its snapshots cannot be listed: taken names are not known");
                 return Ok(());
             }
         };
@@ -89,7 +89,7 @@ impl Disk {
         match snapshots.into_iter().find(|snapshot| snapshot.name() == Some(name)) {
             Some(taken) => {
                 let fault = SnapshotFault::NameTaken { name: name.to_owned(), layer: taken.layer };
-                Err(Error::from(fault).in_file(&self.path))
+                Err(Error::from(fault).in_file(self.path()))
             }
             None => Ok(()),
         }
@@ -97,9 +97,9 @@ impl Disk {
 
     /// An overlay, not on stable storage yet, and what the active file will be called.
     fn prepare_snapshot(&self, info: &SnapshotInfo) -> Result<(Prepared, PathBuf)> {
-        let how = (self.active_format()?, self.options.subclusters);
-        let ready = prepare_live(&self.path, info, how);
-        let ready = ready.map_err(|error| error.in_file(&self.path))?;
+        let how = (self.active_format()?, self.home().options.subclusters);
+        let ready = prepare_live(self.path(), info, how);
+        let ready = ready.map_err(|error| error.in_file(self.path()))?;
         if let Some(names) = &mut *self.snapshot_names.lock() {
             names.insert(info.name.clone());
         }
@@ -174,12 +174,15 @@ fn take_all<'disk>(
     let prepared = prepared.collect::<Result<Vec<_>>>()?;
     let mut switches = Vec::with_capacity(disks.len());
     for (disk, (prepared, frozen)) in disks.iter().zip(&prepared) {
-        switches.push(Switch::prepare(disk, NewNames { overlay: prepared.overlay(), frozen })?);
+        switches.push(Switch::prepare(
+            disk,
+            NewNames { overlay: prepared.overlay(), frozen, path: disk.path() },
+        )?);
     }
     let layers: Vec<PathBuf> = prepared.iter().map(|(_, frozen)| frozen.clone()).collect();
     let linked = prepared.into_iter().map(|(prepared, frozen)| link(prepared, frozen));
     let (published, mut failed) = publish(switches, linked.collect::<Result<_>>()?);
-    let (uncommitted, pause) = Switch::make(published);
+    let (uncommitted, pause) = Switch::make(published, || {});
     cut();
     for disk in disks {
         disk.resources.maintenance().layer_is_new();
@@ -190,7 +193,7 @@ fn take_all<'disk>(
             Ok(()) => {
                 let held = changing.iter_mut().find(|(other, _)| std::ptr::eq(*other, disk));
                 held.expect("all are held").1.pending = Some(pending);
-                done.push(disk.path.display().to_string());
+                done.push(disk.path().display().to_string());
             }
             Err(error) => {
                 failed.get_or_insert(error);

@@ -169,7 +169,7 @@ impl Disk {
             Service::Open | Service::Closed => return Ok(()),
             Service::Failed => ErrorKind::Failed { cause: self.failure().unwrap_or_default() },
         };
-        Err(Error::from(refusal).in_file(&self.path))
+        Err(Error::from(refusal).in_file(self.path()))
     }
 
     /// Fails the disk: it takes no more writes. Returns the error.
@@ -191,7 +191,7 @@ impl Disk {
         let _ = self.state.service.compare_exchange(open, failed, Ordering::AcqRel, Ordering::Acquire);
         let tell = doing.when_failed.take();
         drop(doing);
-        tracing::error!(disk = %self.path.display(), error = cause, "the disk has failed: it takes no more writes");
+        tracing::error!(disk = %self.path().display(), error = cause, "the disk has failed: it takes no more writes");
         tell.into_iter().for_each(|tell| tell(cause));
     }
 

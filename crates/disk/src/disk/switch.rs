@@ -34,6 +34,8 @@ pub(super) struct NewNames<'a> {
     pub(super) overlay: &'a Path,
     /// What the file that is active now will be called.
     pub(super) frozen: &'a Path,
+    /// What the overlay will be called, and the disk.
+    pub(super) path: &'a Path,
 }
 
 /// A change of a disk's active layer that is ready to be made.
@@ -72,14 +74,19 @@ impl<'disk> Switch<'disk> {
     }
 
     /// Makes the changes at one instant: writers of all these disks are held meanwhile. The overlays have the disks' names,
-    /// durably. Returns what was active, for [`Disk::commit_frozen`], and for how long writers were held.
-    pub(super) fn make(mut switches: Vec<Self>) -> (Vec<(&'disk Disk, PendingFinalize)>, Duration) {
+    /// durably. Calls `meanwhile` at that instant. Returns what was active, for [`Disk::commit_frozen`], and for how long writers were held.
+    pub(super) fn make(
+        mut switches: Vec<Self>,
+        meanwhile: impl FnOnce(),
+    ) -> (Vec<(&'disk Disk, PendingFinalize)>, Duration) {
+        let mut meanwhile = Some(meanwhile);
         let disks: Vec<&Disk> = switches.iter().map(|switch| switch.disk).collect();
         let began = Instant::now();
         with_all_quiesced(&disks, &mut || {
             for switch in &mut switches {
                 switch.disk.put_layers(switch.after.0.take().expect("a change is made once"));
             }
+            meanwhile.take().into_iter().for_each(|meanwhile| meanwhile());
         });
         let pause = began.elapsed();
         (switches.into_iter().map(|switch| (switch.disk, switch.pending)).collect(), pause)
@@ -98,17 +105,17 @@ impl Disk {
     fn layers_over(&self, before: &Arc<Layers>, names: NewNames<'_>) -> Result<Unpublished> {
         let depth = before.frozen.as_ref().map_or(0, |map| map.layers().len()) + 1;
         if depth >= MAX_LAYERS {
-            return Err(Error::from(ErrorKind::TooLong).in_file(&self.path));
+            return Err(Error::from(ErrorKind::TooLong).in_file(self.path()));
         }
         let opener = &**self.resources.files().opener();
-        let role = Role::Active(self.options.cache);
+        let role = Role::Active(self.home().options.cache);
         let mut overlay =
             open_layer(names.overlay, role, Some(Format::Qcow2), &Gate::unrestricted(), opener)?;
         if overlay.size != before.size {
             let kind = ErrorKind::OverlaySize { overlay: overlay.size, disk: before.size };
             return Err(Error::from(kind).in_file(names.overlay));
         }
-        overlay.path = self.path.clone();
+        overlay.path = names.path.to_owned();
         let newest = provisional(before, names.frozen)?;
         let map = Arc::new(FrozenMap::over(
             Arc::clone(before) as Arc<dyn Before>,

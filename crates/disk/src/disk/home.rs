@@ -1,0 +1,115 @@
+//! Where the active layer of a disk is: its file's name, and how the files of the chain are opened. A disk in use can move.
+//!
+//! ```text
+//!   before   disk                          after   frozen ◄── overlay, the disk from now on
+//!            /nas/web.qcow2                        the same file, by the name that the overlay knows it by
+//! ```
+//!
+//! It is a snapshot whose overlay lies elsewhere, and under another name: no byte is copied, and the disk's users notice nothing.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use vmstrata_store::Gate;
+
+use super::Disk;
+use super::switch::{NewNames, Switch};
+use crate::chain::OpenOptions;
+use crate::error::{Error, Result};
+use crate::layer::Format;
+use crate::merging::MergeFault;
+use crate::refs::back_refs;
+use crate::snapshots::SnapshotFault;
+
+/// Where a disk is, and where it was before: whoever holds one of its earlier names goes on.
+#[derive(Debug)]
+pub(super) struct Home {
+    path: PathBuf,
+    pub(super) options: OpenOptions,
+    next: OnceLock<Box<Home>>,
+}
+
+impl Home {
+    pub(super) fn new(path: &Path, options: &OpenOptions) -> Self {
+        Self { path: path.to_owned(), options: options.clone(), next: OnceLock::new() }
+    }
+}
+
+/// Where a disk moves to.
+#[derive(Clone, Debug)]
+pub struct NewHome {
+    /// An empty image of the disk's size, on stable storage, whose backing file is `frozen`. Its name becomes the disk's.
+    pub overlay: PathBuf,
+    /// A name of the file that is active until now. It stays.
+    pub frozen: PathBuf,
+    /// How the files of the disk are opened from now on.
+    pub options: OpenOptions,
+}
+
+impl Disk {
+    #[inline]
+    pub(super) fn home(&self) -> &Home {
+        let mut home = &self.home;
+        while let Some(next) = home.next.get() {
+            home = next;
+        }
+        home
+    }
+
+    /// The active layer's file, as it was named.
+    pub fn path(&self) -> &Path {
+        &self.home().path
+    }
+
+    /// Has another image take the writes from now on. `publish` makes it the disk for whoever comes later, just before that: what is
+    /// written until the change is in the frozen file. Returns for how long writes were held. Something is left to do
+    /// ([`Disk::finalize`]).
+    ///
+    /// # Errors
+    /// A disk that takes no writes, a raw one, one whose layers are being merged, an overlay that cannot be opened, what `publish`
+    /// reports: nothing has changed, and the overlay can be deleted, unless the disk's name leads elsewhere by then: it takes no more
+    /// writes. The same after a host that cannot flush what was active.
+    pub fn move_to<E: From<Error> + fmt::Display>(
+        &self,
+        to: &NewHome,
+        publish: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Duration, E> {
+        let mut changing = self.change();
+        if self.state.is_merging() {
+            return Err(Error::from(MergeFault::Busy).in_file(self.path()).into());
+        }
+        if self.active_format()? == Format::Raw {
+            return Err(Error::from(SnapshotFault::StaysRaw).in_file(self.path()).into());
+        }
+        let opener = Arc::clone(self.resources.files().opener());
+        opener.flush_name(&to.overlay).map_err(|error| error.in_file(&to.overlay))?;
+        let names = NewNames { overlay: &to.overlay, frozen: &to.frozen, path: &to.overlay };
+        let switch = Switch::prepare(self, names)?;
+        let active = self.active_file();
+        publish().inspect_err(|error| {
+            let leads_to = opener.identity(self.path(), &Gate::unrestricted()).ok().map(|found| found.file);
+            if leads_to.is_none() || leads_to != active {
+                self.refuse_writes(&error.to_string());
+            }
+        })?;
+        let home = Home::new(&to.overlay, &to.options);
+        let (mut made, pause) = Switch::make(vec![switch], || self.settle(home));
+        let (_, pending) = made.pop().expect("one for each disk");
+        *self.snapshot_names.lock() = None;
+        let layers = self.layers_now();
+        let below = layers.frozen.iter().flat_map(|map| map.layers()).map(|layer| &*layer.path);
+        back_refs::record_chain(self.path(), below.chain([self.path()]));
+        drop(layers);
+        self.resources.maintenance().layer_is_new();
+        self.commit_frozen(&pending)?;
+        changing.pending = Some(pending);
+        tracing::info!(from = %to.frozen.display(), to = %self.path().display(), pause_us = pause.as_micros(), "moved");
+        Ok(pause)
+    }
+
+    fn settle(&self, home: Home) {
+        self.home().next.set(Box::new(home)).expect("the layers are held: nobody else moves the disk");
+    }
+}
