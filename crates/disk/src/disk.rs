@@ -37,6 +37,7 @@ use crate::layers::{LayerInfo, Layers, Top, index_of};
 use crate::loading::{Chain, freeze, read_chain};
 use crate::maintenance::Maintained;
 use crate::observer::{Durability, Hooks, IoObserver};
+use crate::names::leads_to_own_repository;
 use crate::refs::back_refs;
 use crate::request::{Op, Request};
 use crate::resources::Resources;
@@ -96,6 +97,9 @@ impl Disk {
             chain = read_chain(path, options, resources)?;
         }
         if !options.read_only {
+            if leads_to_own_repository(path, chain.below.last().map(|layer| &*layer.path)) {
+                return Err(in_file(ErrorKind::TieredPath.into()));
+            }
             // What is flushed from now on is found by this name.
             resources.files().opener().flush_name(path).map_err(in_file)?;
             open::flush_newest(&chain.below, resources)?;

@@ -8,6 +8,7 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest as _, Sha256};
+use vmstrata_store::FileId;
 
 /// How a layer keeps its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -82,6 +83,16 @@ pub fn is_published(path: &Path) -> bool {
     let is_digit = |byte: &u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(byte);
     let is_id = |id: &[u8]| id.len() == 32 && id.iter().all(is_digit);
     directory.as_bytes().ends_with(REPOSITORY.as_bytes()) && name.strip_suffix(b".qcow2").is_some_and(is_id)
+}
+
+/// Whether the image at `path` is what a tiered disk leaves at its own path: an overlay on a layer in the repository beside it.
+pub(crate) fn leads_to_own_repository(path: &Path, below: Option<&Path>) -> bool {
+    let Some(directory) = below.filter(|below| is_published(below)).and_then(Path::parent) else {
+        return false;
+    };
+    let mut own = path.as_os_str().to_owned();
+    own.push(REPOSITORY);
+    FileId::at(Path::new(&own)).is_some_and(|own| FileId::at(directory) == Some(own))
 }
 
 /// How the name of the directory of a tiered disk's layers ends.

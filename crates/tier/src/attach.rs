@@ -3,6 +3,7 @@
 //! Nothing is copied: the image gets a second name, in the repository, and is read once for its digest. Its first name leads to it
 //! until an overlay takes its place. Where the repository is no directory, the image is shipped, and stays what it is.
 
+use std::ffi::OsStr;
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind};
 use std::os::unix::ffi::OsStrExt as _;
@@ -18,6 +19,7 @@ use vmstrata_store::FileId;
 
 use crate::dense::ship_state;
 use crate::error::{Error, Result};
+use crate::group::beside;
 use crate::head::{DiskState, Epoch, ObjectId};
 use crate::object::adopt;
 use crate::place::{Place, sync_directory};
@@ -76,13 +78,82 @@ pub(crate) fn attach(
         let open = OpenOptions { format: Some(Format::Qcow2), read_only: true, ..OpenOptions::default() };
         ship_state(repository, path, None, &open, resources)?
     } else {
-        let id = ObjectId::draw();
-        fs::hard_link(path, place.layer(id))
-            .and_then(|()| sync_directory(&place.repository))
-            .map_err(Error::of_file(path, "name it in its repository"))?;
-        adopt(repository, id)?
+        adopt(repository, name_in_repository(place)?)?
     };
     Ok((DiskState { name: place.name(), size: held.size(), objects: vec![layer] }, held))
+}
+
+/// Gives the image at the disk's path the name of a layer as well.
+pub(crate) fn name_in_repository(place: &Place) -> Result<ObjectId> {
+    let id = ObjectId::draw();
+    fs::hard_link(&place.path, place.layer(id))
+        .and_then(|()| sync_directory(&place.repository))
+        .map_err(Error::of_file(&place.path, "name it in its repository"))?;
+    Ok(id)
+}
+
+/// A disk that was in use when it became a tiered one: its image is a layer, its path leads there, and nothing is published yet.
+pub(crate) struct Moved {
+    layer: ObjectId,
+    size: u64,
+    /// When it was.
+    pub(crate) time_ns: u64,
+}
+
+impl Moved {
+    /// Of a disk of which nothing is published.
+    pub(crate) fn find(place: &Place) -> Result<Option<Self>> {
+        if place.elsewhere.is_some() || !is_overlay_of(place)? {
+            return Ok(None);
+        }
+        let head = probe_layer(&place.path, None)?;
+        let layer = head.backing_name.as_deref().and_then(id_of);
+        let size = head.header.map(|header| header.size);
+        let about = fs::metadata(&place.path).map_err(Error::of_file(&place.path, "examine"))?;
+        let time_ns = about.mtime() as u64 * 1_000_000_000 + about.mtime_nsec() as u64;
+        Ok(layer.zip(size).map(|(layer, size)| Self { layer, size, time_ns }))
+    }
+
+    /// Makes the image the first layer: reads it.
+    ///
+    /// # Errors
+    /// Whatever the host or the repository report.
+    pub(crate) fn adopt(
+        &self,
+        place: &Place,
+        repository: &dyn Repository,
+        open: &OpenOptions,
+        resources: &Arc<Resources>,
+    ) -> Result<DiskState> {
+        // Takes up the journal of a killed writer, by a name that can be written to.
+        let (layer, name) = (place.layer(self.layer), beside(&place.path, ".attaching"));
+        let linked = match fs::remove_file(&name) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+            _ => fs::hard_link(&layer, &name),
+        };
+        linked.map_err(Error::of_file(&name, "make the link"))?;
+        let open = OpenOptions { format: Some(Format::Qcow2), read_only: false, force: true, ..open.clone() };
+        Disk::open(&name, &open, resources)?.close()?;
+        fs::remove_file(&name).map_err(Error::of_file(&name, "remove the link"))?;
+        let object = adopt(repository, self.layer)?;
+        Ok(DiskState { name: place.name(), size: self.size, objects: vec![object] })
+    }
+}
+
+/// The layer of a repository that a file is.
+fn id_of(path: &OsStr) -> Option<ObjectId> {
+    ObjectId::of(Path::new(path).file_name()?.to_str()?)
+}
+
+/// Whether the image at `path` is there, and stands on a layer.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(crate) fn stands_on(path: &Path, layer: ObjectId) -> Result<bool> {
+    if !path.exists() {
+        return Ok(false);
+    }
+    Ok(probe_layer(path, None)?.backing_name.as_deref().and_then(id_of) == Some(layer))
 }
 
 /// Has the first layer refuse writes by its mode, as all published files do.
@@ -106,11 +177,20 @@ pub(crate) fn point_at(place: &Place, epoch: &Epoch) -> Result<()> {
     if place.elsewhere.is_some() {
         return Ok(());
     }
-    let path = &place.path;
     check_own(place, epoch)?;
-    let below = in_repository(place, place.state(epoch).newest());
+    let state = place.state(epoch);
+    lead_to(place, state.newest(), state.size)
+}
+
+/// The same for a layer, whatever is at the path.
+///
+/// # Errors
+/// Whatever the host reports.
+pub(crate) fn lead_to(place: &Place, layer: ObjectId, size: u64) -> Result<()> {
+    let path = &place.path;
+    let below = in_repository(place, layer);
     let draft = AtomicFile::beside(path)?;
-    write_overlay(&draft, &below, place.state(epoch).size)
+    write_overlay(&draft, &below, size)
         .and_then(|()| draft.file.set_permissions(Permissions::from_mode(READ_ONLY)))
         .map_err(Error::of_file(path, "make the overlay"))?;
     Ok(draft.publish(path, true)?)

@@ -9,10 +9,10 @@ use vmstrata_repo::Repository;
 use vmstrata_types::ClusterBits;
 
 use crate::abreast::beside;
-use crate::attach::{attach, check_image, is_detached, point_at, seal};
+use crate::attach::{Moved, attach, check_image, is_detached, point_at, seal, stands_on};
 use crate::cuts::Cut;
 use crate::error::{Error, Result};
-use crate::head::{Epoch, EpochNumber, Head, OwnerId};
+use crate::head::{Epoch, EpochNumber, Head, ObjectId, OwnerId};
 use crate::pin::Pin;
 use crate::place::{Copy, Place};
 use crate::publisher::{Claim, Publisher, Seen};
@@ -39,6 +39,28 @@ pub(crate) fn claim(
     resources: &Arc<Resources>,
     watched: impl FnOnce(Arc<dyn Repository>) -> Arc<dyn Repository>,
 ) -> Result<Claimed> {
+    let (mut copy, mut publisher) = hold(place, watched)?;
+    let owner = publisher.head().owner;
+    let pins = match copy.record().and_then(|record| record.base) {
+        None => vec![make_copy(&mut copy, place, &mut publisher, opens, resources)?],
+        Some(base) => {
+            let pins = stand::pins_of(&**publisher.repository(), owner)?;
+            pins.iter().try_for_each(|pin| place.show(&pin.epoch))?;
+            let epoch = publisher.head().epoch.number;
+            if !holds(place, base, epoch)? {
+                return Err(Error::OldCopy { copy: place.local.clone(), epoch });
+            }
+            pins
+        }
+    };
+    Ok(Claimed { copy, publisher, pins })
+}
+
+/// Claims disks for this host's copy, which may still have to be made.
+pub(crate) fn hold(
+    place: &Place,
+    watched: impl FnOnce(Arc<dyn Repository>) -> Arc<dyn Repository>,
+) -> Result<(Copy, Publisher)> {
     place.check_links()?;
     let repository = place.open_repository()?;
     let seen = repository.as_deref().map(Seen::of).transpose()?;
@@ -74,24 +96,12 @@ pub(crate) fn claim(
     let below = seen.below.clone();
     let (shown, publisher) =
         beside(|| show(below.as_ref()), || Publisher::claim_above(watched(repository), owner, claim, seen));
-    let mut publisher = publisher?;
+    let publisher = publisher?;
     shown?;
     place.check_disks(&publisher.head().epoch)?;
     check_name(place, &publisher.head().epoch)?;
     show(Some(publisher.head()))?;
-    let pins = match base {
-        None => vec![make_copy(&mut copy, place, &mut publisher, opens, resources)?],
-        Some(base) => {
-            let pins = stand::pins_of(&**publisher.repository(), owner)?;
-            pins.iter().try_for_each(|pin| place.show(&pin.epoch))?;
-            let epoch = publisher.head().epoch.number;
-            if !holds(place, base, epoch)? {
-                return Err(Error::OldCopy { copy: place.local.clone(), epoch });
-            }
-            pins
-        }
-    };
-    Ok(Claimed { copy, publisher, pins })
+    Ok((copy, publisher))
 }
 
 /// Refuses the repository of another disk, where the path does not lead to it.
@@ -185,12 +195,19 @@ fn make_copy(
     let members = place.members();
     if publisher.head().epoch.number == EpochNumber::NONE {
         place.make_links()?;
+        let repository = &**publisher.repository();
         let images = members.iter().zip(opens);
-        let attached =
-            images.map(|(member, open)| attach(member, &**publisher.repository(), open, resources));
-        let (mut disks, _held): (Vec<_>, Vec<_>) = attached.collect::<Result<Vec<_>>>()?.into_iter().unzip();
+        let mut time_ns = now_ns();
+        let first = images.map(|(member, open)| match Moved::find(member)? {
+            Some(moved) => {
+                time_ns = moved.time_ns;
+                Ok((moved.adopt(member, repository, open, resources)?, None))
+            }
+            None => attach(member, repository, open, resources).map(|(state, held)| (state, Some(held))),
+        });
+        let (mut disks, _held): (Vec<_>, Vec<_>) = first.collect::<Result<Vec<_>>>()?.into_iter().unzip();
         disks.sort_by(|one, other| one.name.cmp(&other.name));
-        let epoch = Epoch { number: EpochNumber::NONE.next(), time_ns: now_ns(), disks };
+        let epoch = Epoch { number: EpochNumber::NONE.next(), time_ns, disks };
         publisher.publish(epoch.clone())?;
         if place.elsewhere.is_some() {
             let (image, repository) = (place.path.display(), place.repository_name());
@@ -206,19 +223,27 @@ fn make_copy(
     let pin = stand::pin_for(&**publisher.repository(), publisher.head())?;
     for (member, open) in members.iter().zip(opens) {
         let state = member.state(epoch);
-        let options = CreateOptions {
-            size: Some(state.size),
-            cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
-            subclusters: open.subclusters,
-            backing: Some((place.layer(state.newest()), Format::Qcow2)),
-            // Nobody has written to one that is there: the copy has no base.
-            force: true,
-            ..CreateOptions::default()
-        };
+        if stands_on(&member.disk(), state.newest())? {
+            // Of a process that was killed, maybe after a guest had written to it: see `Attaching`.
+            continue;
+        }
+        let options = active_layer(place, state.newest(), state.size, open);
         create_on(&member.disk(), &options, &*place.opener())?;
     }
     copy.note(owner, Some(epoch.number))?;
     Ok(pin)
+}
+
+/// How the layer of this host is made that takes writes. One that is there and stands on another layer was never written.
+pub(crate) fn active_layer(place: &Place, below: ObjectId, size: u64, open: &OpenOptions) -> CreateOptions {
+    CreateOptions {
+        size: Some(size),
+        cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
+        subclusters: open.subclusters,
+        backing: Some((place.layer(below), Format::Qcow2)),
+        force: true,
+        ..CreateOptions::default()
+    }
 }
 
 /// How the local disk is opened: its lowest layers lie in the repository.

@@ -112,7 +112,7 @@ fn merge(chunks: &[Digest]) -> Digest {
 }
 
 /// Makes the digests of an object that comes from front to back.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Digester {
     /// Those of the chunks before the last.
     chunks: Vec<Digest>,

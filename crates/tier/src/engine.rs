@@ -211,6 +211,8 @@ pub(crate) struct Engine {
     shipped: Shipped,
     /// Keep what this host's copy stands on; `None` where one is missing.
     pins: Option<Vec<Pin>>,
+    /// Whether layers of the repository are read past the cache.
+    is_direct: bool,
     /// When it was last looked for what may be deleted.
     swept: Instant,
     /// What the paths of the disks lead to, since when.
@@ -238,6 +240,8 @@ pub(crate) struct Held {
     pub(crate) meter: Arc<Meter>,
     /// The same repository, for merges.
     pub(crate) merges: Arc<dyn Repository>,
+    /// The disk, if it is in use already: its first layer is not read through the cache.
+    pub(crate) running: Option<Arc<Disk>>,
 }
 
 impl Drop for Engine {
@@ -263,13 +267,14 @@ impl Engine {
         resources: &Arc<Resources>,
         held: Held,
     ) -> Result<Self> {
-        let Held { copy, mut publisher, pins, meter, merges } = held;
+        let Held { copy, mut publisher, pins, meter, merges, running } = held;
+        let is_direct = running.is_some();
         publisher.keep(options.epochs);
         let head = publisher.head();
         place.make_links()?;
         let open = |(place, open): (Place, &OpenOptions)| {
             point_at(&place, &head.epoch)?;
-            Member::open(place, open, resources, merges.clone())
+            Member::new(place, running.clone(), open, resources, merges.clone())
         };
         let members = place.members().into_iter().zip(opens).map(open).collect::<Result<Vec<_>>>()?;
         let disks: Vec<Arc<Disk>> = members.iter().map(|member| member.disk.clone()).collect();
@@ -304,6 +309,7 @@ impl Engine {
             disks,
             shipped: Shipped { epoch: EpochNumber::NONE, layers: Vec::new() },
             pins,
+            is_direct,
             swept: Instant::now(),
             pointed: (head.epoch.number, Instant::now()),
             failures: 0,
@@ -442,10 +448,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Lets go of layers that are kept for this host's copy alone.
+    /// Lets go of layers that are kept for this host's copy alone, or that are read past the cache.
     fn stand(&mut self) -> Result<()> {
         let head = self.publisher.head();
-        let is_wasteful = |pins: &Vec<Pin>| stand::is_wasteful(pins, &head.epoch);
+        let is_wasteful = |pins: &Vec<Pin>| self.is_direct || stand::is_wasteful(pins, &head.epoch);
         if !self.pins.as_ref().is_some_and(is_wasteful) {
             return Ok(());
         }
@@ -461,6 +467,7 @@ impl Engine {
         let pins = stand::pins_of(&**self.publisher.repository(), self.publisher.head().owner)?;
         self.pins = needed(&self.members, &self.publisher, pins)?;
         self.forget_indices();
+        self.is_direct &= rebased.is_err();
         Ok(rebased?)
     }
 

@@ -36,6 +36,7 @@
 
 mod abreast;
 mod attach;
+mod attaching;
 mod branch;
 mod cache;
 mod cached_files;
@@ -77,6 +78,7 @@ mod whole;
 mod window;
 mod wire;
 
+pub use attaching::Attaching;
 pub use branch::Branch;
 pub use cache::{CACHE_BYTES_MIN, Cache, CacheUse};
 pub use cached_files::{CachedFiles, LayerDirectory, ReadThrough};

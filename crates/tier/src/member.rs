@@ -26,18 +26,19 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Opens the disk's layers on this host. `merges` is the repository, for merges of its layers.
+    /// The disk with its layers on this host, which is opened unless it is in use already. `merges` is the repository, for merges of its layers.
     ///
     /// # Errors
     /// Whatever the host reports.
-    pub(crate) fn open(
+    pub(crate) fn new(
         place: Place,
+        running: Option<Arc<Disk>>,
         open: &OpenOptions,
         resources: &Arc<Resources>,
         merges: Arc<dyn Repository>,
     ) -> Result<Self> {
         let open = open_options(&place, open);
-        let disk = Disk::open(&place.disk(), &open, resources)?;
+        let disk = running.map_or_else(|| Disk::open(&place.disk(), &open, resources), Ok)?;
         let merger = Merger::new(Ground {
             repository: merges,
             place: place.clone(),

@@ -175,16 +175,55 @@ fn are_right(
     Ok(true)
 }
 
-/// Reads all of an object: its digests, and how many of its bytes are not blocks of zeros.
-fn read(object: &dyn ObjectReader) -> Result<(Digests, u64)> {
-    let (mut digester, mut stored, mut piece) = (Digester::default(), 0, vec![0; PIECE as usize]);
-    for at in (0..object.len()).step_by(PIECE as usize) {
-        let piece = &mut piece[..(object.len() - at).min(PIECE) as usize];
-        object.read_at(at, piece)?;
-        digester.update(piece);
-        stored += stored_bytes(piece);
+/// A file that has the name of a layer, on its way to be one that heads can name: it is read, from front to back.
+pub(crate) struct Adoption {
+    id: ObjectId,
+    object: Box<dyn ObjectReader>,
+    at: u64,
+    digester: Digester,
+    /// Bytes that are not blocks of zeros.
+    stored: u64,
+}
+
+impl Adoption {
+    /// The file of this name.
+    ///
+    /// # Errors
+    /// What the repository reports.
+    pub(crate) fn begin(repository: &dyn Repository, id: ObjectId) -> Result<Self> {
+        let object = repository.open(&id.layer_name())?;
+        Ok(Self { id, object, at: 0, digester: Digester::default(), stored: 0 })
     }
-    Ok((digester.finish(), stored))
+
+    /// Bytes that are left to be read.
+    pub(crate) fn left(&self) -> u64 {
+        self.object.len() - self.at
+    }
+
+    /// Reads so many bytes more, at most; the next piece is at the same place after an error.
+    ///
+    /// # Errors
+    /// What the repository reports.
+    pub(crate) fn read(&mut self, most: u64) -> Result<u64> {
+        let mut piece = vec![0; self.left().min(PIECE).min(most) as usize];
+        self.object.read_at(self.at, &mut piece)?;
+        self.digester.update(&piece);
+        self.stored += stored_bytes(&piece);
+        self.at += piece.len() as u64;
+        Ok(piece.len() as u64)
+    }
+
+    /// Ships the companion of what was read.
+    ///
+    /// # Errors
+    /// What the repository reports; [`Error::Corrupt`]. It can be tried again.
+    pub(crate) fn finish(&self, repository: &dyn Repository) -> Result<Object> {
+        assert_eq!(self.left(), 0, "all is read first");
+        let digests = self.digester.clone().finish();
+        // Of an earlier try.
+        repository.delete(&self.id.companion_name())?;
+        ship_companion(repository, digests.object(self.id, self.stored, 0), digests, Vec::new())
+    }
 }
 
 /// Ships a layer whose bytes `write` puts, and which says of so much of the disk that it is zeros, and its companion. When this
@@ -217,8 +256,11 @@ pub fn ship(
 /// # Errors
 /// What the repository reports; [`Error::Corrupt`].
 pub fn adopt(repository: &dyn Repository, id: ObjectId) -> Result<Object> {
-    let (digests, stored) = read(&*repository.open(&id.layer_name())?)?;
-    ship_companion(repository, digests.object(id, stored, 0), digests, Vec::new())
+    let mut adoption = Adoption::begin(repository, id)?;
+    while adoption.left() > 0 {
+        adoption.read(PIECE)?;
+    }
+    adoption.finish(repository)
 }
 
 /// Deletes a layer, and its companion.

@@ -59,8 +59,7 @@ impl Tiered {
         opens: &[OpenOptions],
         resources: &Arc<Resources>,
     ) -> Result<(Vec<Arc<Disk>>, Self)> {
-        let members = place.members();
-        assert_eq!(opens.len(), members.len(), "{place}: one for each disk");
+        assert_eq!(opens.len(), place.members().len(), "{place}: one for each disk");
         let meter = Arc::new(Meter::new());
         let mut unwatched = None;
         let Claimed { copy, publisher, pins } = claim(place, opens, resources, |repository| {
@@ -69,7 +68,19 @@ impl Tiered {
             Arc::new(Metered::new(repository, options.wire.clone(), meter.clone()))
         })?;
         let merges = Arc::new(unwatched.expect("claimed"));
-        let held = Held { copy, publisher, pins, meter, merges };
+        let held = Held { copy, publisher, pins, meter, merges, running: None };
+        Self::run(place, options, opens, resources, held)
+    }
+
+    /// Publishes disks that are claimed.
+    pub(crate) fn run(
+        place: &Place,
+        options: TierOptions,
+        opens: &[OpenOptions],
+        resources: &Arc<Resources>,
+        held: Held,
+    ) -> Result<(Vec<Arc<Disk>>, Self)> {
+        let members = place.members();
         let engine = Engine::new(place, options, opens, resources, held)?;
         let disks = engine.disks().to_vec();
         let (shared, repository, remote) = (engine.shared(), engine.repository(), place.remote()?);

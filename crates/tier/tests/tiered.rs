@@ -279,6 +279,19 @@ fn another_image_at_the_path_of_a_tiered_disk_stays() {
     assert_eq!(writes_of(&content(&path, "qcow2")), 10);
 }
 
+/// Its guest would find an older state, and write past what the host has.
+#[test]
+fn the_path_of_a_tiered_disk_is_not_written_as_an_ordinary_image() {
+    let (nas, tier) = (scratch(), scratch());
+    let path = image(nas.path());
+    let (disk, tiered) = host(&path, tier.path()).unwrap();
+    end(disk, &tiered);
+    let resources = Resources::new(ResourceOptions::default());
+    let refused = Disk::open(&path, &OpenOptions::default(), &resources).unwrap_err().to_string();
+    assert!(refused.contains("serve it with its key tier=DIR"), "{refused}");
+    Disk::open(&path, &OpenOptions { read_only: true, ..OpenOptions::default() }, &resources).unwrap();
+}
+
 #[test]
 fn a_host_that_only_tried_to_serve_a_disk_has_no_branch() {
     let (nas, tier, other) = (scratch(), scratch(), scratch());
