@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::is_default;
+use crate::{DurableAt, OnOutage, is_default};
 
 /// Work to begin.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -89,6 +89,41 @@ pub enum JobSpec {
         #[schema(minimum = 1)]
         bytes_per_second: Option<u64>,
     },
+    /// Make a disk that goes on being used a tiered one: its writes go to this host at once, its image is read, and from then on it is published.
+    /// The other members are as of a disk that is added.
+    TierAttach {
+        /// The disk.
+        disk: String,
+        /// The directory of the host.
+        #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
+        tier: String,
+        /// See there.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1, maximum = 600)]
+        window: Option<u64>,
+        /// See there.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(pattern = "^[1-9][0-9]{0,4}[smh]$")]
+        epochs: Option<String>,
+        /// See there.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(pattern = "^(wait|error(:[1-9][0-9]{0,3})?)$")]
+        on_missing: Option<String>,
+        /// See there.
+        #[serde(default, skip_serializing_if = "is_default")]
+        on_outage: OnOutage,
+        /// See there.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1_048_576)]
+        outage_bytes: Option<u64>,
+        /// See there.
+        #[serde(default, skip_serializing_if = "is_default")]
+        durability: DurableAt,
+        /// Bytes a second that the job may read; no limit if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1)]
+        bytes_per_second: Option<u64>,
+    },
 }
 
 impl JobSpec {
@@ -98,7 +133,8 @@ impl JobSpec {
             Self::IndexBuild { disk, .. }
             | Self::SnapshotDelete { disk, .. }
             | Self::Merge { disk, .. }
-            | Self::Flatten { disk, .. } => disk,
+            | Self::Flatten { disk, .. }
+            | Self::TierAttach { disk, .. } => disk,
         }
     }
 
@@ -109,6 +145,7 @@ impl JobSpec {
             Self::SnapshotDelete { .. } => "snapshot_delete",
             Self::Merge { .. } => "merge",
             Self::Flatten { .. } => "flatten",
+            Self::TierAttach { .. } => "tier_attach",
         }
     }
 
@@ -118,7 +155,8 @@ impl JobSpec {
             Self::IndexBuild { bytes_per_second, .. }
             | Self::SnapshotDelete { bytes_per_second, .. }
             | Self::Merge { bytes_per_second, .. }
-            | Self::Flatten { bytes_per_second, .. } => *bytes_per_second,
+            | Self::Flatten { bytes_per_second, .. }
+            | Self::TierAttach { bytes_per_second, .. } => *bytes_per_second,
         }
     }
 }
@@ -226,7 +264,7 @@ pub struct JobStatus {
     /// What a step is.
     #[schema(example = "layers")]
     pub unit: String,
-    /// Bytes written so far.
+    /// Bytes written so far; of `tier_attach`, read.
     pub bytes: u64,
     /// What it has removed so far; absent for a kind that removes nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]

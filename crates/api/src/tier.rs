@@ -142,6 +142,8 @@ pub struct TierRate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TierState {
+    /// It was made a tiered disk while it was in use: it is written on this host, and its image is read before the first epoch is published.
+    Attaching,
     /// It is, epoch by epoch.
     Publishing,
     /// It could not be, which is tried again: the repository does not answer, as a rule. The guest goes on.

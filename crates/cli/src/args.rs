@@ -49,8 +49,8 @@ pub use self::snapshot::{
 };
 pub use self::survey::SurveyArgs;
 pub use self::tier::{
-    BranchesArgs, DetachArgs, PinsArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs, TierHoldArgs,
-    TierRateArgs,
+    BranchesArgs, DetachArgs, PinsArgs, TakeoverArgs, TierArgs, TierAttachArgs, TierCommand, TierDiskArgs,
+    TierHoldArgs, TierRateArgs,
 };
 pub use self::vm::{
     DiskSnapshotArgs, MachineKind, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmGcArgs,

@@ -97,8 +97,15 @@ const OTHERS: &[&str] = &[
     "completions",
 ];
 /// Their records are looked at where guests and tiered disks are.
-const ELSEWHERE: &[&str] =
-    &["tier takeover", "tier pins", "tier branches", "tier detach", "vm snapshot", "vm restore"];
+const ELSEWHERE: &[&str] = &[
+    "tier attach",
+    "tier takeover",
+    "tier pins",
+    "tier branches",
+    "tier detach",
+    "vm snapshot",
+    "vm restore",
+];
 
 fn leaves(command: &[&str]) -> Vec<String> {
     let below = commands_of(command);

@@ -73,6 +73,14 @@ pub enum Error {
         /// Why.
         why: String,
     },
+    /// A disk of which nothing is published yet.
+    #[error(
+        "disk '{name}' is being attached, and nothing of it is published yet: wait for the job (`vmstrata job list`), or have it go on (`vmstrata tier attach`)"
+    )]
+    BeingAttached {
+        /// The disk.
+        name: String,
+    },
     /// A disk that is not tiered.
     #[error("disk '{name}' is not tiered (its key tier=DIR)")]
     NotTiered {

@@ -13,6 +13,7 @@
 //! journal replays. A disk is not closed while it is lent (`users`). No export leads to a disk that is not `Serving`. One lock guards the tables; nothing that may wait
 //! (opening, draining, closing, name resolution) is done under it, so status is always answered at once.
 
+mod attach;
 mod caches;
 mod disks;
 mod exports;
@@ -28,8 +29,8 @@ mod tier;
 mod users;
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -40,6 +41,7 @@ use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
 use vmstrata_tier::{CachedFiles, Tiered, Wire};
 
+use self::attach::BeingAttached;
 use self::caches::Caches;
 use self::exports::{Export, State};
 pub use self::jobs::merge_options;
@@ -66,6 +68,8 @@ const END_PATIENCE: Duration = Duration::from_secs(30);
 /// See the module documentation.
 #[derive(Debug)]
 pub struct Host {
+    /// Itself, for work that goes on by itself.
+    me: Weak<Self>,
     resources: Arc<Resources>,
     caches: Caches,
     /// What tiered disks ship over.
@@ -113,13 +117,15 @@ struct Entry {
     users: Arc<Users>,
     /// What publishes it, if it is a tiered disk that is open, and its number among the disks of that.
     tier: Option<(Arc<Tiered>, usize)>,
+    /// What is not published yet, of a disk that became a tiered one while it was in use.
+    attaching: Option<BeingAttached>,
     /// Whether it was added while the server, or the one before it, ran.
     is_added: bool,
 }
 
 impl Entry {
     fn new(spec: DiskSpec, phase: Phase) -> Self {
-        Self { spec, phase, users: Arc::default(), tier: None, is_added: false }
+        Self { spec, phase, users: Arc::default(), tier: None, attaching: None, is_added: false }
     }
 }
 
@@ -213,14 +219,16 @@ impl Host {
         let events = broadcast::Sender::new(EVENTS_KEPT);
         let audit = Audit::new(events.clone(), options.audit.as_deref())?;
         let due = Arc::<Due>::default();
-        Ok(Arc::new(Self {
+        let tls = options.tls_mode()?;
+        Ok(Arc::new_cyclic(|me| Self {
+            me: me.clone(),
             resources,
             caches: Caches::new(files, options.limits.tier_cache_bytes),
             wire: Arc::new(Wire::new(options.limits.tier_rate)),
             limits,
             allow_backing: options.allow_backing.clone(),
             discards_unflushed: AtomicBool::new(options.discard_unflushed),
-            tls: options.tls_mode()?,
+            tls,
             knows_nbd_clients: options.knows_nbd_clients(),
             nbd_access: options.nbd_access.clone(),
             guards,

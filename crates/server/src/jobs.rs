@@ -9,6 +9,7 @@
 //!
 //! Invariant: a job's thread ends before its disk is closed.
 
+mod attach;
 mod index_build;
 mod merging;
 
@@ -22,6 +23,7 @@ use tokio::sync::{Notify, broadcast};
 use vmstrata_api::{ChangedBy, Event, JobChange, JobState, JobStatus, Outcome, Removed};
 use vmstrata_job::{Change, Job, State, Work};
 
+pub(crate) use self::attach::{Attached, TIER_ATTACH, TierAttach};
 pub(crate) use self::index_build::{INDEX_BUILD, IndexBuild};
 pub(crate) use self::merging::{DEFAULT_LIMIT, FLATTEN, MERGE, Merging, SNAPSHOT_DELETE};
 use crate::audit::{Audit, What};

@@ -10,12 +10,13 @@
 //! Until epoch 1 is published, the path leads to the disk as it was when it moved. A process that is killed meanwhile leaves a copy
 //! without a base, and a path that leads to a layer that no head names: whoever serves the disk next goes on from there.
 
-use std::fs;
 use std::sync::Arc;
+use std::{fmt, fs};
 
 use vmstrata_disk::snapshot::now_ns;
 use vmstrata_disk::{Disk, NewHome, OpenOptions, Resources, create_on};
 use vmstrata_repo::Repository;
+use vmstrata_types::told;
 
 use crate::attach::{check_image, lead_to, name_in_repository, seal};
 use crate::copies::{active_layer, hold, open_options};
@@ -29,7 +30,7 @@ use crate::pin::Pin;
 use crate::place::{Copy, Place};
 use crate::publisher::Publisher;
 use crate::stand;
-use crate::status::TierOptions;
+use crate::status::{TierOptions, TierState, TierStatus, WindowStatus};
 use crate::tiered::Tiered;
 
 /// See the module documentation. The disk is written on this host already.
@@ -50,6 +51,12 @@ pub struct Attaching {
     total: u64,
     /// Keeps what the copy stands on, once that is published.
     pin: Option<Pin>,
+}
+
+impl fmt::Debug for Attaching {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Attaching").field("place", &self.place).finish_non_exhaustive()
+    }
 }
 
 impl Attaching {
@@ -115,6 +122,22 @@ impl Attaching {
         })
     }
 
+    /// What there is to say of it now.
+    pub fn status(&self) -> TierStatus {
+        let window = WindowStatus {
+            window: self.options.window,
+            on_outage: self.options.on_outage,
+            durability: self.options.durability,
+            unpublished_since_ns: Some(self.time_ns),
+            ..WindowStatus::default()
+        };
+        TierStatus {
+            state: TierState::Attaching,
+            window,
+            ..TierStatus::of(&self.place, self.publisher.head())
+        }
+    }
+
     /// Bytes of the image, and those of them that are left to be read.
     pub fn bytes(&self) -> (u64, u64) {
         (self.total, self.adoption.left())
@@ -140,7 +163,12 @@ impl Attaching {
             let object = self.adoption.finish(&**self.publisher.repository())?;
             let state = DiskState { name: self.place.name(), size: self.size, objects: vec![object] };
             let number = EpochNumber::NONE.next();
-            self.publisher.publish(Epoch { number, time_ns: self.time_ns, disks: vec![state] })?;
+            let published =
+                self.publisher.publish(Epoch { number, time_ns: self.time_ns, disks: vec![state] });
+            if let Err(error @ Error::Fenced { .. }) = &published {
+                self.disk.refuse_writes(&told(error));
+            }
+            published?;
         }
         let Self { place, copy, publisher, .. } = self;
         let head = publisher.head();

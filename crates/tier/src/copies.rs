@@ -56,6 +56,15 @@ pub(crate) fn claim(
     Ok(Claimed { copy, publisher, pins })
 }
 
+/// Makes an image that nobody uses a tiered disk, with this host's copy, to be served from then on.
+///
+/// # Errors
+/// As [`crate::Tiered::open`].
+pub fn attach_image(place: &Place, open: &OpenOptions, resources: &Arc<Resources>) -> Result<Head> {
+    let opens = vec![open.clone(); place.members().len()];
+    claim(place, &opens, resources, |repository| repository).map(|claimed| claimed.publisher.head().clone())
+}
+
 /// Claims disks for this host's copy, which may still have to be made.
 pub(crate) fn hold(
     place: &Place,

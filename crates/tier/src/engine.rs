@@ -84,25 +84,7 @@ pub(crate) struct Orders {
 
 impl Shared {
     fn new(place: &Place, head: &Head, window: Window, cuts: Cuts, meter: Arc<Meter>) -> Result<Self> {
-        let status = TierStatus {
-            group: place.group_name().map(str::to_owned),
-            repository: place.repository_name(),
-            local: place.local.clone(),
-            owner: head.owner,
-            generation: head.generation,
-            epoch: head.epoch.number,
-            epoch_time_ns: head.epoch.time_ns,
-            layers: head.epoch.objects().count(),
-            state: TierState::Publishing,
-            window: WindowStatus::default(),
-            cache: None,
-            silent_since: None,
-            mount_warnings: match place.elsewhere {
-                Some(_) => Vec::new(),
-                None => mount::warnings(&place.repository),
-            },
-            pending: Vec::new(),
-        };
+        let status = TierStatus::of(place, head);
         let orders = Orders {
             asked: 0,
             done: 0,

@@ -9,7 +9,7 @@
 //! | [`tiered`](Tiered), `engine`, [`status`](TierStatus) | when a disk is cut and published, and what is not |
 //! | `copies` | the copy of a disk that a host writes |
 //! | [`place`](Place), [`elsewhere`](Elsewhere), `mount` | where the parts of a tiered disk lie, and on what |
-//! | `attach`, [`detach`](Detach) | an ordinary image as the first layer, and the way back; the disk's path |
+//! | `attach`, [`attaching`](Attaching), [`detach`](Detach) | an ordinary image as the first layer, also of a disk in use, and the way back; the disk's path |
 //! | [`branch`](Branch) | copies that were put aside |
 //! | [`window`](WindowStatus), `pacer`, `flushes` | how old the oldest write is that is not published, and what guests notice of it |
 //! | [`wire`](Wire), `meter`, `metered` | what the disks of a host share on the way to repositories, and what is seen of these |
@@ -82,7 +82,7 @@ pub use attaching::Attaching;
 pub use branch::Branch;
 pub use cache::{CACHE_BYTES_MIN, Cache, CacheUse};
 pub use cached_files::{CachedFiles, LayerDirectory, ReadThrough};
-pub use copies::{revert, take_over};
+pub use copies::{attach_image, revert, take_over};
 pub use dense::{ship_merged, ship_state};
 pub use detach::Detach;
 pub use elsewhere::{Elsewhere, RepositoryAddress, fetch};

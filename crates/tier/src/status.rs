@@ -6,9 +6,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cache::CacheUse;
-use crate::head::{EpochNumber, Generation, OwnerId};
+use crate::head::{EpochNumber, Generation, Head, OwnerId};
 use crate::look::KEEP;
+use crate::mount;
 use crate::pending::PendingSnapshot;
+use crate::place::Place;
 use crate::wire::Wire;
 
 /// When a disk is cut, and what guests notice of it.
@@ -77,6 +79,8 @@ pub enum DurableAt {
 /// What the engine is doing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TierState {
+    /// The image is read that becomes the first epoch.
+    Attaching,
     /// It publishes.
     Publishing,
     /// It could not, and tries again.
@@ -149,4 +153,29 @@ pub struct WindowStatus {
     pub writes_wait: bool,
     /// Flushes that wait to be published.
     pub flushes_wait: usize,
+}
+
+impl TierStatus {
+    /// Of disks of which that is the newest head, published by this host.
+    pub(crate) fn of(place: &Place, head: &Head) -> Self {
+        Self {
+            group: place.group_name().map(str::to_owned),
+            repository: place.repository_name(),
+            local: place.local.clone(),
+            owner: head.owner,
+            generation: head.generation,
+            epoch: head.epoch.number,
+            epoch_time_ns: head.epoch.time_ns,
+            layers: head.epoch.objects().count(),
+            state: TierState::Publishing,
+            window: WindowStatus::default(),
+            cache: None,
+            silent_since: None,
+            mount_warnings: match place.elsewhere {
+                Some(_) => Vec::new(),
+                None => mount::warnings(&place.repository),
+            },
+            pending: Vec::new(),
+        }
+    }
 }

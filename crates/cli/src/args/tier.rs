@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use vmstrata_api::TierRate;
+use vmstrata_api::{DiskSpec, TierRate};
 use vmstrata_server::spec::{TierRateError, parse_tier_rate};
 
 use super::{ControlArgs, JournalArgs};
+use crate::disk_spec::parse_api_disk;
 use crate::units::parse_time;
 
 /// `vmstrata tier`
@@ -23,6 +24,14 @@ pub struct TierArgs {
 /// The commands of `vmstrata tier`.
 #[derive(Debug, Subcommand)]
 pub enum TierCommand {
+    /// Make a disk a tiered one: what its guest writes stays on this host at first, and is published beside its image
+    #[command(
+        after_help = "Examples:\n  vmstrata tier attach web --tier /var/lib/vmstrata\n  vmstrata tier attach web --tier /var/lib/vmstrata --with window=10,epochs=2h --limit 50M\n  vmstrata tier attach /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata\n\n\
+A disk that is served goes on being used. Its writes go to this host at once; its image is read, once, and is then the first layer in the repository. Until then the \
+path leads to the disk as it was when the command began. A command that is interrupted is run again to go on. Serve the disk with its key \
+tier=DIR from then on, also in your configuration: without it, it is refused."
+    )]
+    Attach(TierAttachArgs),
     /// Show what of a disk is published, and what is not
     #[command(
         after_help = "Examples:\n  vmstrata tier status web\n  vmstrata tier status /mnt/nas/vms/web.qcow2\n  vmstrata tier status web --json | jq .unpublished_seconds\n\nOf a disk that no server of this host serves, its repository is read."
@@ -77,6 +86,7 @@ command that was interrupted is run again to go on."
 const HELP: &str = "\
 Examples:
   vmstrata serve --disk path=/mnt/nas/vms/web.qcow2,tier=/var/lib/vmstrata --vhost-user web=/run/web.sock
+  vmstrata tier attach web --tier /var/lib/vmstrata
   vmstrata tier status web
   vmstrata tier sync web
   vmstrata tier hold web --for 10m
@@ -101,6 +111,52 @@ pub struct TierDiskArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// `vmstrata tier attach`
+#[derive(Debug, Args)]
+pub struct TierAttachArgs {
+    /// The disk: its path, or its name at the server
+    pub disk: PathBuf,
+    /// The directory on this host for its copies of disks, as in the disk's key tier=DIR
+    #[arg(long, value_name = "DIR")]
+    pub tier: PathBuf,
+    /// Other keys of the disk that go with tier, as in `serve --disk`: window=10,on-outage=stall
+    #[arg(long, value_name = "KEY=VALUE,...", value_parser = parse_tier_keys)]
+    pub with: Option<DiskSpec>,
+    /// Bytes of the image that are read in a second at most, as in 50M
+    #[arg(long, value_name = "SIZE", value_parser = super::job::limit)]
+    pub limit: Option<u64>,
+    /// The server that may be serving it.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// The journals of a server that was killed.
+    #[command(flatten)]
+    pub journal: JournalArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The disk's path and tier are said elsewhere.
+fn parse_tier_keys(text: &str) -> anyhow::Result<DiskSpec> {
+    let spec = parse_api_disk(format!("path=disk,tier=dir,{text}"))?;
+    let DiskSpec { window, epochs, on_missing, on_outage, outage_bytes, durability, path, tier, .. } =
+        spec.clone();
+    let known = DiskSpec {
+        window,
+        epochs,
+        on_missing,
+        on_outage,
+        outage_bytes,
+        durability,
+        path,
+        tier,
+        ..DiskSpec::default()
+    };
+    anyhow::ensure!(spec == known, "only keys that go with tier, and neither group nor repository");
+    vmstrata_server::spec::DiskSpec::try_from(spec.clone())?;
+    Ok(spec)
 }
 
 /// `vmstrata tier pins`

@@ -42,6 +42,7 @@ pub fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs
             TierCommand::Status(args) | TierCommand::Sync(args) => {
                 (vec![&mut args.disk], args.server.clone())
             }
+            TierCommand::Attach(args) => (vec![&mut args.disk], args.server.clone()),
             TierCommand::Takeover(_)
             | TierCommand::Pins(_)
             | TierCommand::Branches(_)

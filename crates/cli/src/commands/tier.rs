@@ -10,7 +10,8 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
 use vmstrata_api::{
-    DiskDetail, DurableAt, OnOutage, TierCache, TierHold, TierRate, TierState, TierStatus, encode_segment,
+    DiskDetail, DurableAt, JobSpec, OnOutage, TierCache, TierHold, TierRate, TierState, TierStatus,
+    encode_segment,
 };
 use vmstrata_disk::snapshot::now_ns;
 use vmstrata_disk::{OpenOptions, ResourceOptions, Resources, probe_layer};
@@ -25,8 +26,8 @@ use super::snapshot::resources;
 use super::status::duration;
 use super::tiered::{Found, published, repository_at, tiered};
 use crate::args::{
-    BranchesArgs, DetachArgs, JournalArgs, TakeoverArgs, TierArgs, TierCommand, TierDiskArgs, TierHoldArgs,
-    TierRateArgs,
+    BranchesArgs, DetachArgs, JournalArgs, TakeoverArgs, TierArgs, TierAttachArgs, TierCommand, TierDiskArgs,
+    TierHoldArgs, TierRateArgs,
 };
 use crate::audit;
 use crate::client::Client;
@@ -39,6 +40,7 @@ use crate::units::short_size;
 /// What could not be done.
 pub fn run(args: &TierArgs) -> Result<ExitCode> {
     match &args.command {
+        TierCommand::Attach(args) => attach(args)?,
         TierCommand::Status(args) => status(args)?,
         TierCommand::Sync(args) => sync(args)?,
         TierCommand::Hold(args) => hold(args)?,
@@ -157,6 +159,53 @@ fn status(args: &TierDiskArgs) -> Result<()> {
     let shown: DiskDetail = live.client().get(&path)?;
     let status = shown.disk.tier.with_context(|| format!("disk '{}' is not tiered", live.name()))?;
     answer(args.json, &status, || format!("{}: {}\n{}", live.name(), line(&status), places(&status)))
+}
+
+fn attach(args: &TierAttachArgs) -> Result<()> {
+    let tier = std::path::absolute(&args.tier)?;
+    let keys = args.with.clone().unwrap_or_default();
+    if let Some(live) = Live::find(slice::from_ref(&args.disk), &args.server)? {
+        let asked = JobSpec::TierAttach {
+            disk: live.name().to_owned(),
+            tier: path_to_text(&tier),
+            window: keys.window,
+            epochs: keys.epochs,
+            on_missing: keys.on_missing,
+            on_outage: keys.on_outage,
+            outage_bytes: keys.outage_bytes,
+            durability: keys.durability,
+            bytes_per_second: args.limit,
+        };
+        live.wait_job(&asked, args.json)?;
+        let shown: DiskDetail = live.client().get(&format!("/v1/disks/{}", encode_segment(live.name())))?;
+        let status = shown.disk.tier.with_context(|| format!("disk '{}' is being closed", live.name()))?;
+        return answer(args.json, &status, || {
+            format!(
+                "attached: {}: {}\n{}  give its key tier={} in your configuration, too\n",
+                live.name(),
+                line(&status),
+                places(&status),
+                tier.display()
+            )
+        });
+    }
+    let Here { found, place, resources } = Here::find(&args.disk, &tier, &args.journal)?;
+    if found.is_some() {
+        bail!("{}: it is a tiered disk already: serve it with tier={}", args.disk.display(), tier.display());
+    }
+    let head = audit::change(audit::of("tier_attach", [&args.disk]), |_| {
+        Ok(vmstrata_tier::attach_image(&place, &OpenOptions::default(), &resources)?)
+    })?;
+    let found = repository_at(&args.disk)?.context("it was made just now")?;
+    let published = Published::of(&place.path, (&found, &head));
+    answer(args.json, &published, || {
+        let (path, tier) = (place.path.display(), tier.display());
+        format!(
+            "attached: {}from now on, what a guest has flushed is durable on the host that serves it, and in the repository within the disk's window\n\
+             serve it: vmstrata serve --disk path={path},tier={tier} ...\n",
+            published.text()
+        )
+    })
 }
 
 /// The server that serves a disk.
@@ -359,6 +408,7 @@ pub fn line(status: &TierStatus) -> String {
     let why = status.error.as_deref().unwrap_or_default();
     let rest = rest + &noticed(status);
     let state = match status.state {
+        TierState::Attaching => "; BEING ATTACHED: nothing is published until its image is read".to_owned(),
         TierState::Publishing => String::new(),
         TierState::Stalled => {
             let since = duration(status.stalled_seconds.unwrap_or_default());

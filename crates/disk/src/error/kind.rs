@@ -136,7 +136,9 @@ pub enum ErrorKind {
         image: std::path::PathBuf,
     },
     /// A file that is to be written, and that only leads to what a tiered disk has published.
-    #[error("it is the path of a tiered disk, whose newest writes are elsewhere: serve it with its key tier=DIR; on another host, take it over first (`vmstrata tier takeover`)")]
+    #[error(
+        "it is the path of a tiered disk, whose newest writes are elsewhere: serve it with its key tier=DIR; on another host, take it over first (`vmstrata tier takeover`)"
+    )]
     TieredPath,
     /// More layers than can be numbered.
     #[error("the backing chain is longer than {MAX_LAYERS} layers")]

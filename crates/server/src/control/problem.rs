@@ -86,7 +86,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::TooManyJobs { .. } => (503, "too-many-jobs"),
         Error::Crowded { .. } => (503, "crowded"),
         Error::NotOpen { .. } => (409, "not-open"),
-        Error::Busy { .. } => (409, "busy"),
+        Error::Busy { .. } | Error::BeingAttached { .. } => (409, "busy"),
         Error::Attached { .. } | Error::GuestAttached { .. } => (409, "attached"),
         Error::NoAgent { .. } => (422, "no-agent"),
         Error::Agent { .. } => (409, "not-quiesced"),

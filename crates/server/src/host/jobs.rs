@@ -75,6 +75,9 @@ impl Host {
     fn begin_job(&self, asked: JobSpec, by: ChangedBy) -> Result<JobStatus, Error> {
         let limit = asked.bytes_per_second();
         check_limit(limit)?;
+        if let JobSpec::TierAttach { .. } = asked {
+            return self.begin_attach(&asked, by);
+        }
         let (_change, table) = self.begin_change()?;
         let (spec, open) = table.lend(asked.disk(), BEGINNING)?;
         spec.refuse_if_tiered("jobs")?;
@@ -108,6 +111,7 @@ impl Host {
                 let how = how(*remove, MergeDirection::Stream, *forget_missing);
                 (slot, Merging::flatten(Arc::clone(&open), onto.as_ref(), *drop_snapshots, how)?)
             }
+            JobSpec::TierAttach { .. } => unreachable!("begun above"),
         };
         let limit = Some(limit.unwrap_or(DEFAULT_LIMIT));
         self.keep_job(asked.disk(), || slot.start(limit, by, work))
@@ -130,7 +134,7 @@ impl Host {
     }
 
     /// Starts a job unless its disk has gone or the server is ending: none begins after the disk's jobs were ended.
-    fn keep_job(
+    pub(super) fn keep_job(
         &self,
         disk: &str,
         start: impl FnOnce() -> Result<JobStatus, Error>,

@@ -123,7 +123,11 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         failed: disk.and_then(|disk| disk.failure()),
         finalizing: disk.is_some_and(|disk| disk.is_finalizing()),
         finalize_failures: disk.map_or(0, |disk| disk.finalize_failures()),
-        tier: entry.tier.as_ref().map(|(tier, _)| tier_status(&tier.status())),
+        tier: match (&entry.tier, &entry.attaching) {
+            (Some((tier, _)), _) => Some(tier_status(&tier.status())),
+            (None, Some(attaching)) => Some(tier_status(&attaching.status())),
+            (None, None) => None,
+        },
         metadata_hits: stats.metadata_hits[0],
         metadata_misses: stats.metadata_misses[0],
     }

@@ -37,6 +37,7 @@ impl Host {
     pub fn revert(&self, name: &str, asked: RevertSpec) -> Result<SnapshotReverted, Error> {
         let (_change, table) = self.begin_change()?;
         asked.keep.as_deref().map_or(Ok(()), |keep| check_path("keep", keep))?;
+        table.refuse_attaching(name)?;
         let (spec, disk) = table.serving(name)?;
         let (spec, path, is_read_only) = (spec.clone(), disk.path().to_owned(), disk.is_read_only());
         table.check_idle(name)?;

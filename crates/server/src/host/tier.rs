@@ -82,6 +82,7 @@ impl Host {
     fn tier(&self, name: &str) -> Result<Arc<Tiered>, Error> {
         let table = self.table.lock();
         table.serving(name)?;
+        table.refuse_attaching(name)?;
         let tier = table.entry(name).and_then(|entry| Some(entry.tier.clone()?.0));
         tier.ok_or_else(|| Error::NotTiered { name: name.to_owned() })
     }
@@ -137,9 +138,13 @@ impl Host {
     /// # Errors
     /// What could not be published, and stays on this host.
     pub(super) fn publish_last(&self, name: &str) -> Result<(), Error> {
-        let tier = self.table.lock().entry(name).and_then(|entry| entry.tier.clone());
+        let table = self.table.lock();
+        let tier = table.entry(name).and_then(|entry| entry.tier.clone());
+        let attached = table.refuse_attaching(name);
+        drop(table);
         let published = tier.map(|(tier, _)| tier.sync(Instant::now() + LAST_PATIENCE));
         self.end_tier(name);
+        attached?;
         match published {
             Some(Err(error)) => Err(Error::NotAllPublished { name: name.to_owned(), why: error.to_string() }),
             _ => Ok(()),
@@ -150,11 +155,14 @@ impl Host {
     pub(super) fn end_tier(&self, name: &str) {
         let mut table = self.table.lock();
         let all = table.published_with(name);
-        let mut tier = None;
+        let (mut tier, mut attaching) = (None, None);
         for name in all {
-            tier = table.entry_mut(&name).and_then(|entry| entry.tier.take()).map(|(tier, _)| tier);
+            let Some(entry) = table.entry_mut(&name) else { continue };
+            tier = entry.tier.take().map(|(tier, _)| tier);
+            attaching = entry.attaching.take();
         }
         drop(table);
+        drop(attaching);
         if tier.is_some_and(|tier| !tier.stop(Instant::now() + END_PATIENCE)) {
             tracing::error!(disk = name, "its repository does not answer: this server still waits for it");
         }
@@ -200,6 +208,7 @@ pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
     let age = |ns: u64| now.saturating_sub(ns) / 1_000_000_000;
     let window = &status.window;
     let (state, error, stalled_seconds) = match &status.state {
+        TierState::Attaching => (api::TierState::Attaching, None, None),
         TierState::Publishing => (api::TierState::Publishing, None, None),
         TierState::Stalled { since_ns, why } => {
             (api::TierState::Stalled, Some(why.clone()), Some(age(*since_ns)))

@@ -201,8 +201,13 @@ impl Live {
             })
         })?;
         if job.state != JobState::Done {
-            let left =
-                if matches!(asked, JobSpec::IndexBuild { .. }) { "what is built stays" } else { STOPPED };
+            let left = match asked {
+                JobSpec::IndexBuild { .. } => "what is built stays",
+                JobSpec::TierAttach { .. } => {
+                    "its guest writes on this host, and nothing is published: the command goes on if it is run again"
+                }
+                _ => STOPPED,
+            };
             // The error names the file itself.
             bail!(job.error.unwrap_or_else(|| {
                 format!("{}: job {} was cancelled: {left}", self.disks[0].0.display(), job.id)
