@@ -16,6 +16,7 @@ use crate::index::{self, Found, Index, IndexBuilder, IndexOptions, IndexedFile, 
 use crate::layer::Format;
 use crate::layers::{Layers, Top};
 use crate::map::FrozenMap;
+use crate::names::is_published;
 use crate::opener::Role;
 
 /// How long to do without an index before one is tried again.
@@ -72,6 +73,8 @@ impl Disk {
                 *self.finalizing.unindexed_since.lock() = None;
                 return;
             }
+            // Where it is read past the host's cache: nothing is written beside it.
+            Ok(None) if map.layers().last().is_some_and(|newest| is_published(&newest.path)) => return,
             Ok(None) => "a layer cannot have one".to_owned(),
             Err(error) => error.to_string(),
         };
