@@ -170,9 +170,6 @@ pub enum SpecError {
         /// The key.
         key: &'static str,
     },
-    /// A group whose repository is in no directory.
-    #[error("'group' does not go with 'repository'")]
-    GroupElsewhere,
     /// No address of a repository.
     #[error("'repository' cannot be '{text}': {why}")]
     Repository {

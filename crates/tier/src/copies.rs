@@ -108,21 +108,8 @@ pub(crate) fn hold(
     let publisher = publisher?;
     shown?;
     place.check_disks(&publisher.head().epoch)?;
-    check_name(place, &publisher.head().epoch)?;
     show(Some(publisher.head()))?;
     Ok((copy, publisher))
-}
-
-/// Refuses the repository of another disk, where the path does not lead to it.
-fn check_name(place: &Place, epoch: &Epoch) -> Result<()> {
-    let name = place.name();
-    if place.elsewhere.is_none() || epoch.disks.is_empty() || epoch.disks.iter().any(|disk| disk.name == name)
-    {
-        return Ok(());
-    }
-    let names: Vec<&str> = epoch.disks.iter().map(|disk| disk.name.as_str()).collect();
-    let repository = place.repository_name().display().to_string();
-    Err(Error::OtherDisk { repository, has: names.join(", "), name })
 }
 
 /// Takes a disk over, with those of its group, of which another host has published the newest epoch. Whoever asks has made sure that this host is off, and
@@ -203,6 +190,10 @@ fn make_copy(
 ) -> Result<Pin> {
     let members = place.members();
     if publisher.head().epoch.number == EpochNumber::NONE {
+        if place.elsewhere.is_some() {
+            // Before the first is shipped, which may take long.
+            members.iter().try_for_each(|member| check_image(&member.path))?;
+        }
         place.make_links()?;
         let repository = &**publisher.repository();
         let images = members.iter().zip(opens);
@@ -219,8 +210,10 @@ fn make_copy(
         let epoch = Epoch { number: EpochNumber::NONE.next(), time_ns, disks };
         publisher.publish(epoch.clone())?;
         if place.elsewhere.is_some() {
-            let (image, repository) = (place.path.display(), place.repository_name());
-            tracing::info!(%image, repository = %repository.display(), "is the first layer there; the file is of no use any more");
+            for member in &members {
+                let (image, repository) = (member.path.display(), place.repository_name());
+                tracing::info!(%image, repository = %repository.display(), "is the first layer there; the file is of no use any more");
+            }
         }
         for member in &members {
             seal(member, &epoch)?;

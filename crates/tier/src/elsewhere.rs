@@ -12,6 +12,7 @@ use vmstrata_repo::{Address, Error, Repository, Result};
 use crate::cache::Cache;
 use crate::cached_files::CachedFiles;
 use crate::error::Error as TierError;
+use crate::group::NAME_BYTES_MAX;
 use crate::head::{DiskState, Object, is_object_name};
 use crate::remote::{OnMissing, Remote};
 
@@ -29,11 +30,15 @@ pub struct RepositoryAddress {
 }
 
 impl RepositoryAddress {
-    /// The address that people write as `text`.
+    /// The address that people write as `text`. What follows a `#` names [a disk](DiskAddress), and no directory.
     ///
     /// # Errors
     /// `InvalidInput`: a directory, or what is none of the addresses there are.
     pub fn parse(text: &str) -> Result<Self> {
+        if text.contains('#') {
+            let why = "the directory of a repository has no # in its name";
+            return Err(Error::of(text, "parsing")(io::Error::new(io::ErrorKind::InvalidInput, why)));
+        }
         let mut address = Address::parse(text)?;
         match &mut address {
             Address::Hdfs(hdfs) if !text.contains('?') => hdfs.block_bytes = BLOCK_BYTES,
@@ -44,6 +49,14 @@ impl RepositoryAddress {
             }
         }
         Ok(Self { text: text.to_owned(), address })
+    }
+
+    /// The place alone, which is the same for all addresses of a repository: as it describes itself.
+    pub fn place(&self) -> String {
+        match &self.address {
+            Address::Hdfs(hdfs) => hdfs.to_string(),
+            Address::Directory(path) => path.display().to_string(),
+        }
     }
 
     /// The repository there.
@@ -58,6 +71,29 @@ impl RepositoryAddress {
 impl fmt::Display for RepositoryAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
+    }
+}
+
+/// Where a disk is: `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`, and `#DISK` for one of a group, by its name in epochs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskAddress {
+    /// Its repository.
+    pub repository: RepositoryAddress,
+    /// Which disk there; `None` for the only one, or all.
+    pub disk: Option<String>,
+}
+
+impl DiskAddress {
+    /// The address that people write as `text`.
+    ///
+    /// # Errors
+    /// As [`RepositoryAddress::parse`].
+    pub fn parse(text: &str) -> Result<Self> {
+        let (repository, disk) = match text.split_once('#') {
+            Some((repository, disk)) => (repository, Some(disk.to_owned())),
+            None => (text, None),
+        };
+        Ok(Self { repository: RepositoryAddress::parse(repository)?, disk })
     }
 }
 
@@ -86,12 +122,13 @@ impl Elsewhere {
         self.remote.repository().describe()
     }
 
-    /// What a disk is called of which that is the repository: as its last directory, with letters that any file system takes.
+    /// What its disk or group is called on this host: as its last directory, with letters that any file system and group takes.
     pub(crate) fn disk_name(&self) -> String {
         let name = self.name();
         let last = name.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
-        let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-        last.chars().map(|c| if is_plain(c) { c } else { '_' }).collect()
+        let is_plain = |at, c: char| c.is_ascii_alphanumeric() || "_-".contains(c) || at > 0 && c == '.';
+        let plain = |(at, c)| if is_plain(at, c) { c } else { '_' };
+        last.chars().take(NAME_BYTES_MAX).enumerate().map(plain).collect()
     }
 }
 
@@ -152,9 +189,19 @@ mod tests {
         };
         assert_eq!(block("hdfs://namenode:8020/vms/web"), 128);
         assert_eq!(block("hdfs://namenode:8020/vms/web?block=1M"), 1);
-        for wrong in ["/mnt/nas", "vms", "s3://bucket/web", "hdfs://namenode", ""] {
+        for wrong in ["/mnt/nas", "vms", "s3://bucket/web", "hdfs://namenode", "", "hdfs://namenode/vms#web"]
+        {
             let error = RepositoryAddress::parse(wrong).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{wrong}");
         }
+    }
+    #[test]
+    fn a_disk_is_named_behind_the_address_of_its_repository() {
+        let parsed = |text: &str| DiskAddress::parse(text).unwrap();
+        let with = parsed("hdfs://namenode/vms/guest/?block=1M#data#2@x.qcow2");
+        assert_eq!(with.disk.as_deref(), Some("data#2@x.qcow2"));
+        let without = parsed("hdfs://namenode/vms/guest");
+        assert_eq!((without.disk, with.repository.place()), (None, without.repository.place()));
+        DiskAddress::parse("hdfs://namenode#data.qcow2").unwrap_err();
     }
 }

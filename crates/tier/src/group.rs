@@ -6,7 +6,8 @@
 //!   data.qcow2.tier ──┘
 //! ```
 //!
-//! The link beside a disk's path says which group it is of; the heads of its repository, of which disks that consists. Both never change.
+//! The link beside a disk's path says which group it is of; the heads of its repository, of which disks that consists. Both never change. To a
+//! repository that is no directory no link leads, and the group's name is this host's: whatever it is, the disks are those of the heads.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -18,7 +19,7 @@ use vmstrata_disk::REPOSITORY;
 use crate::head::{DISKS_MAX, Epoch};
 
 /// The most bytes of a group's name, from which those of files are made.
-const NAME_BYTES_MAX: usize = 200;
+pub(crate) const NAME_BYTES_MAX: usize = 200;
 
 /// Some disks in one directory that are published together, or will be.
 #[derive(Clone, Debug, PartialEq, Eq)]

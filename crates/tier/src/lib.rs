@@ -85,14 +85,14 @@ pub use cached_files::{CachedFiles, LayerDirectory, ReadThrough};
 pub use copies::{attach_image, revert, take_over};
 pub use dense::{ship_merged, ship_state};
 pub use detach::Detach;
-pub use elsewhere::{Elsewhere, RepositoryAddress, fetch};
+pub use elsewhere::{DiskAddress, Elsewhere, RepositoryAddress, fetch};
 pub use error::{Error, Result};
 pub use group::{group_of, is_group_name, repository_of};
 pub use head::{
     DISKS_MAX, DiskState, Epoch, EpochNumber, Generation, HEAD_BYTES_MAX, Head, HeadNumber, OBJECTS_MAX,
     Object, ObjectId, OwnerId, PinId, is_object_name,
 };
-pub use look::{KEEP, newest, states};
+pub use look::{KEEP, disks, newest, states};
 pub use merge::{LAYERS_MAX, Merge};
 pub use object::{Shipment, adopt, ship};
 pub use pending::{CutState, PendingSnapshot};

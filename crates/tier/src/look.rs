@@ -77,6 +77,22 @@ pub(crate) fn read_newest(repository: &dyn Repository, number: HeadNumber) -> Re
     })
 }
 
+/// The names of a repository's disks, which never change; none before it has a state. Damaged heads are passed over.
+///
+/// # Errors
+/// As [`newest`].
+pub fn disks(repository: &dyn Repository) -> Result<Vec<String>> {
+    let mut numbers: Vec<HeadNumber> = Look::any(repository)?.heads().collect();
+    numbers.sort_unstable();
+    for number in numbers.into_iter().rev() {
+        match read_head(repository, number) {
+            Err(Error::Damaged { .. }) => {}
+            head => return Ok(head?.epoch.disks.into_iter().map(|disk| disk.name).collect()),
+        }
+    }
+    Ok(Vec::new())
+}
+
 /// The epochs that the newest head keeps, its own first, each with the newest head that publishes it. To read one, [pin](crate::Pin) it.
 ///
 /// # Errors

@@ -16,7 +16,8 @@
 //! ```
 //!
 //! Where the repository is no directory of this host, its directory is an empty one beside the copy, by whose name chains know its layers;
-//! the disk's path is that of the image that becomes the first layer, and stays as it is. The copy is named after the repository.
+//! a disk's path is that of the image that becomes its first layer, and stays as it is. The copy is named after the repository, and no link
+//! says which disks are a group: the repository's heads do.
 //!
 //! Invariants: one process at a time holds a copy. `copy.json` has its owner's id before that claims the disk, and the epoch that
 //! the copy stands on once there is a layer that takes writes.
@@ -41,7 +42,7 @@ use crate::error::{Error, Result};
 use crate::group::{Group, beside, group_of, repository_of};
 use crate::head::{DiskState, Epoch, EpochNumber, ObjectId, OwnerId, as_text, is_object_name};
 use crate::lock::lock_within;
-use crate::look::newest;
+use crate::look::disks;
 use crate::remote::Remote;
 
 const VERSION: u32 = 1;
@@ -88,14 +89,13 @@ impl Place {
         };
         let own = Group::new(&name, slice::from_ref(&path)).map_err(Error::of_group(&name))?;
         let place = Self::of_group(path.clone(), own, tier)?;
-        let newest = place.open_repository()?.map(|repository| newest(&*repository)).transpose()?.flatten();
-        let Some(head) = newest.filter(|head| !head.epoch.disks.is_empty()) else { return Ok(place) };
-        if head.epoch.disk(&place.name()).is_none() {
+        let disks = place.open_repository()?.map(|repository| disks(&*repository)).transpose()?;
+        let Some(disks) = disks.filter(|disks| !disks.is_empty()) else { return Ok(place) };
+        if !disks.contains(&place.name()) {
             let why = format!("its repository has no {}", place.name());
             return Err(Error::of_group(&name)(why));
         }
-        let paths: Vec<PathBuf> =
-            head.epoch.disks.iter().map(|disk| path.with_file_name(&disk.name)).collect();
+        let paths: Vec<PathBuf> = disks.iter().map(|disk| path.with_file_name(disk)).collect();
         let group = Group::new(&name, &paths).map_err(Error::of_group(&name))?;
         Self::of_group(path, group, tier)
     }
@@ -137,13 +137,7 @@ impl Place {
     /// # Errors
     /// [`Error::NoGroup`], [`Error::Incomplete`].
     pub(crate) fn check_disks(&self, epoch: &Epoch) -> Result<()> {
-        let Some(group) = &self.group else {
-            // Only a group's repository can have more, and is found by the link beside the path.
-            return match &epoch.disks[..] {
-                [] | [_] => Ok(()),
-                _ => Err(Error::of_group(&self.name())("its repository is a group's".to_owned())),
-            };
-        };
+        let Some(group) = &self.group else { return self.check_alone(epoch) };
         let missing = group.missing(epoch).map_err(Error::of_group(&group.name))?;
         if missing.is_empty() {
             return Ok(());
@@ -151,12 +145,35 @@ impl Place {
         Err(Error::Incomplete { group: group.name.clone(), missing })
     }
 
+    /// Refuses an epoch of other disks than this one.
+    fn check_alone(&self, epoch: &Epoch) -> Result<()> {
+        let (name, names): (_, Vec<&str>) =
+            (self.name(), epoch.disks.iter().map(|disk| &*disk.name).collect());
+        match (&names[..], &self.elsewhere) {
+            ([], _) | ([_], None) => Ok(()),
+            ([own], Some(_)) if *own == name => Ok(()),
+            ([other], Some(elsewhere)) => {
+                Err(Error::OtherDisk { repository: elsewhere.name(), has: (*other).to_owned(), name })
+            }
+            _ => {
+                let (repository, all) = (self.repository_name(), names.join(", "));
+                let why = format!("{} has {all}: serve them together, as one group", repository.display());
+                Err(Error::of_group(&name)(why))
+            }
+        }
+    }
+
+    /// The group, where links beside its disks lead to its repository.
+    fn linked_group(&self) -> Option<&Group> {
+        self.group.as_ref().filter(|_| self.elsewhere.is_none())
+    }
+
     /// Refuses disks of a group that are published otherwise.
     ///
     /// # Errors
     /// [`Error::NoGroup`].
     pub(crate) fn check_links(&self) -> Result<()> {
-        let Some(group) = &self.group else { return Ok(()) };
+        let Some(group) = self.linked_group() else { return Ok(()) };
         for member in self.members() {
             let (path, own) = (member.path.display(), beside(&member.path, REPOSITORY));
             let why = match group_of(&member.path) {
@@ -176,7 +193,7 @@ impl Place {
     /// # Errors
     /// Whatever the host reports.
     pub(crate) fn make_links(&self) -> Result<()> {
-        if self.group.is_none() {
+        if self.linked_group().is_none() {
             return Ok(());
         }
         for member in self.members() {
@@ -192,15 +209,41 @@ impl Place {
         sync_directory(directory).map_err(Error::of_file(directory, "flush"))
     }
 
-    /// The disk whose first layer was made of the image at `path`, or will be, in a repository that is no directory. The repository alone says
-    /// which directory of `tier` has the copy.
+    /// The first of the disks whose first layers were made of the images at `paths`, or will be, in a repository that is no directory. They
+    /// are published together as a `group`, or there is one. The repository alone says which directory of `tier` has the copy.
     ///
     /// # Errors
-    /// A path that cannot be made absolute.
-    pub fn elsewhere(path: &Path, tier: &Path, elsewhere: Elsewhere) -> Result<Self> {
+    /// Disks that cannot be a group; a path that cannot be made absolute.
+    ///
+    /// # Panics
+    /// Without a path; with several, and no group.
+    pub fn elsewhere(
+        group: Option<&str>,
+        paths: &[&Path],
+        tier: &Path,
+        elsewhere: Elsewhere,
+    ) -> Result<Self> {
+        assert!(group.is_some() || paths.len() == 1, "several disks are a group");
+        let paths: Vec<PathBuf> = paths.iter().map(|path| (*path).to_owned()).collect();
+        let group = group.map(|name| Group::new(name, &paths).map_err(Error::of_group(name))).transpose()?;
         let local = local_of(&elsewhere.disk_name(), &absolute(tier)?, elsewhere.name().as_bytes());
-        let (path, repository, elsewhere) = (path.to_owned(), beside(&local, REPOSITORY), Some(elsewhere));
-        Ok(Self { repository, local, path, elsewhere, group: None, reading: None })
+        let (path, repository, elsewhere) = (paths[0].clone(), beside(&local, REPOSITORY), Some(elsewhere));
+        Ok(Self { repository, local, path, elsewhere, group, reading: None })
+    }
+
+    /// The first of the disks that are published in a repository that is no directory, whatever their images are called.
+    ///
+    /// # Errors
+    /// [`Error::NoHead`] where there are none; what the repository reports.
+    pub fn published_elsewhere(tier: &Path, elsewhere: Elsewhere) -> Result<Self> {
+        let names = disks(&**elsewhere.remote.repository())?;
+        let group = match names.len() {
+            0 => return Err(Error::NoHead { repository: elsewhere.name() }),
+            1 => None,
+            _ => Some(elsewhere.disk_name()),
+        };
+        let paths: Vec<&Path> = names.iter().map(Path::new).collect();
+        Self::elsewhere(group.as_deref(), &paths, tier, elsewhere)
     }
 
     /// The same, whose layers are read through a cache of this host.
@@ -221,10 +264,7 @@ impl Place {
 
     /// The file that takes the guest's writes.
     pub fn disk(&self) -> PathBuf {
-        match &self.elsewhere {
-            Some(elsewhere) => beside(&self.local.join(elsewhere.disk_name()), ".qcow2"),
-            None => self.local.join(self.path.file_name().unwrap_or_default()).with_extension("qcow2"),
-        }
+        self.local.join(self.path.file_name().unwrap_or_default()).with_extension("qcow2")
     }
 
     /// The repository, as people know it.
@@ -233,7 +273,7 @@ impl Place {
     }
 
     /// The disk's name in epochs.
-    pub(crate) fn name(&self) -> String {
+    pub fn name(&self) -> String {
         self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
@@ -275,7 +315,7 @@ impl Place {
 impl fmt::Display for Place {
     /// The disk's path, or its group's repository.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let path = if self.group.is_some() { &self.repository } else { &self.path };
+        let path = if self.group.is_some() { self.repository_name() } else { self.path.clone() };
         path.display().fmt(f)
     }
 }

@@ -18,7 +18,6 @@ use crate::head::{DiskState, Epoch};
 use crate::look::Heads;
 use crate::pending::PendingSnapshot;
 use crate::pin::{Pin, Purpose};
-use crate::place::Place;
 use crate::remote::{OnMissing, Remote};
 
 /// The snapshots of a disk, oldest first.
@@ -114,29 +113,29 @@ pub fn age_of(text: &str) -> Option<Duration> {
     Some(Duration::from_secs(count.checked_mul(seconds).filter(|seconds| *seconds < 1 << 32)?))
 }
 
-/// Opens a state of the tiered disk at `path` for reading, which a pin keeps. Its layers come by way of what another process keeps of them in
-/// the directory `cache`, if one is named; `files` opens the files of all disks of `resources`.
+/// Opens a state of a disk for reading, which a pin keeps, as a chain of layers in the directory `dir`: that of the repository, or any that is
+/// there, such as `cache`, where the repository is none. Layers come by way of what another process keeps of them in the directory `cache`, or
+/// else are files in `dir`; `files` opens the files of all disks of `resources`.
 ///
 /// # Errors
 /// A layer that cannot be read; whatever the host reports.
 pub fn open_state(
-    path: &Path,
+    (repository, dir): (&Arc<dyn Repository>, &Path),
     state: &DiskState,
     (cache, files): (Option<&Path>, &Arc<CachedFiles>),
     open: &OpenOptions,
     resources: &Arc<Resources>,
 ) -> Result<Arc<Disk>> {
-    let place = Place::of(path, Path::new("/"))?;
     let mut open = OpenOptions { read_only: true, format: Some(Format::Qcow2), ..open.clone() };
-    open.allow_backing.push(place.repository.clone());
-    if let (Some(cache), Some(repository)) = (cache, place.open_repository()?) {
-        let remote = Remote::new(&Cache::beside(cache)?, repository, OnMissing::Wait);
+    open.allow_backing.push(dir.to_owned());
+    if let Some(cache) = cache {
+        let remote = Remote::new(&Cache::beside(cache)?, Arc::clone(repository), OnMissing::Wait);
         // Where this chain may have no indices: it is read for a while, and another process writes there.
-        let dir = LayerDirectory { path: &place.repository, indices: cache };
-        files.add(dir, &remote, &state.objects)?;
+        let layers = LayerDirectory { path: dir, indices: cache };
+        files.add(layers, &remote, &state.objects)?;
         open.opener = files.clone();
     }
-    Ok(Disk::open(&place.layer(state.newest()), &open, resources)?)
+    Ok(Disk::open(&dir.join(state.newest().layer_name().as_str()), &open, resources)?)
 }
 
 /// Takes a snapshot's name away: its state may then be deleted.

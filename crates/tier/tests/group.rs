@@ -18,7 +18,9 @@ use std::time::Duration;
 use common::flat::{read, write};
 use common::scratch;
 use common::stock::{assert_clean, content, path_str, qemu_img};
-use tier_support::{SIZE, block, image_at, place, published, soon, sync, writes_of};
+use tier_support::{
+    SIZE, block, far, image_at, make_far, place, published, repository_dir, soon, sync, writes_of,
+};
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
 use vmstrata_repo::DirectoryRepository;
@@ -34,8 +36,19 @@ fn images(nas: &Path) -> [PathBuf; 2] {
 }
 
 fn group_place(paths: &[PathBuf], tier: &Path) -> Result<Place, Error> {
-    let paths: Vec<&Path> = paths.iter().map(PathBuf::as_path).collect();
-    Place::group("guest", &paths, tier)
+    Ok(place_and_resources(paths, tier)?.0)
+}
+
+/// In a directory that hosts do not know as such, if there is one.
+fn place_and_resources(paths: &[PathBuf], tier: &Path) -> Result<(Place, Arc<Resources>), Error> {
+    let all: Vec<&Path> = paths.iter().map(PathBuf::as_path).collect();
+    let far_dir = all[0].with_file_name("far");
+    if !far_dir.exists() {
+        return Ok((Place::group("guest", &all, tier)?, Resources::new(ResourceOptions::default())));
+    }
+    let (elsewhere, files) = far(&far_dir, tier);
+    let place = Place::elsewhere(Some("guest"), &all, tier, elsewhere)?;
+    Ok((place, Resources::with_opener(ResourceOptions::default(), files)))
 }
 
 /// A host that serves both disks.
@@ -46,8 +59,7 @@ struct Host {
 
 impl Host {
     fn open(paths: &[PathBuf], tier: &Path, options: TierOptions) -> Result<Self, Error> {
-        let place = group_place(paths, tier)?;
-        let resources = Resources::new(ResourceOptions::default());
+        let (place, resources) = place_and_resources(paths, tier)?;
         let opens = vec![OpenOptions::default(); paths.len()];
         let (disks, tiered) = Tiered::open(&place, options, &opens, &resources)?;
         Ok(Self { disks, tiered })
@@ -87,7 +99,7 @@ fn in_order([first, second]: [u64; 2]) -> u64 {
 }
 
 fn repository(path: &Path) -> DirectoryRepository {
-    DirectoryRepository::open(&repository_of(path), is_object_name).unwrap()
+    DirectoryRepository::open(&repository_dir(path), is_object_name).unwrap()
 }
 
 fn newest_of(path: &Path) -> Head {
@@ -104,9 +116,15 @@ fn published_steps(paths: &[PathBuf; 2]) -> u64 {
 }
 
 fn take_over(path: &Path, tier: &Path) -> Result<Option<PathBuf>, Error> {
-    let resources = Resources::new(ResourceOptions::default());
-    vmstrata_tier::take_over(&Place::of(path, tier)?, &OpenOptions::default(), &resources)
-        .map(|(_, aside)| aside)
+    let far_dir = path.with_file_name("far");
+    let (place, resources) = if far_dir.exists() {
+        let (elsewhere, files) = far(&far_dir, tier);
+        let place = Place::published_elsewhere(tier, elsewhere)?;
+        (place, Resources::with_opener(ResourceOptions::default(), files))
+    } else {
+        (Place::of(path, tier)?, Resources::new(ResourceOptions::default()))
+    };
+    vmstrata_tier::take_over(&place, &OpenOptions::default(), &resources).map(|(_, aside)| aside)
 }
 
 #[test]
@@ -416,7 +434,7 @@ fn reported(dir: &Path) -> u64 {
 
 /// What is published has all that was said to be, in order, and so has what the host goes on with; it then publishes all.
 fn assert_goes_on(paths: &[PathBuf; 2], tier: &Path, dir: &Path, what: &str) {
-    let is_published = repository_of(&paths[0]).join("head-000000000002").exists();
+    let is_published = repository_dir(&paths[0]).join("head-000000000002").exists();
     let before = if is_published { published_steps(paths) } else { 0 };
     assert!(before >= reported(dir), "{what}: {before} of {}", reported(dir));
     let host = Host::new(paths, tier);
@@ -430,6 +448,20 @@ fn assert_goes_on(paths: &[PathBuf; 2], tier: &Path, dir: &Path, what: &str) {
 
 #[test]
 fn a_host_that_is_killed_at_any_change_of_names_has_and_publishes_states_of_both_disks_alone() {
+    assert_survives_kills(images, 6);
+}
+
+#[test]
+fn a_host_of_a_far_repository_that_is_killed_publishes_states_of_both_disks_alone() {
+    let far_images = |dir: &Path| {
+        make_far(dir);
+        images(dir)
+    };
+    assert_survives_kills(far_images, 3);
+}
+
+/// Kills hosts at so many calls of each kind.
+fn assert_survives_kills(images: impl Fn(&Path) -> [PathBuf; 2], kills: usize) {
     const EPOCHS: u64 = 4;
     let whole = scratch();
     images(whole.path());
@@ -446,16 +478,16 @@ fn a_host_that_is_killed_at_any_change_of_names_has_and_publishes_states_of_both
             *counts.entry(line.split(' ').next().unwrap_or_default()).or_default() += 1;
         }
         let count = counts.into_values().max().unwrap_or_default();
-        for number in (1..=count).step_by((count / 6).max(1)) {
+        for number in (1..=count).step_by((count / kills).max(1)) {
             let (dir, other) = (scratch(), scratch());
             let paths = images(dir.path());
             let inject = format!("inject={name}:signal=KILL:when={number}");
             let trace = format!("trace={name}");
             let output = strace(dir.path(), EPOCHS, &["-e", &trace, "-e", &inject, "-o", "/dev/null"]);
-            killed += u64::from(!output.status.success());
+            killed += usize::from(!output.status.success());
             let what = format!("killed at {name} {number}");
             let tier = dir.path().join("tier");
-            if number % 2 == 0 && repository_of(&paths[0]).join("head-000000000002").exists() {
+            if number % 2 == 0 && repository_dir(&paths[0]).join("head-000000000002").exists() {
                 take_over(&paths[number % 4 / 2], other.path()).unwrap();
                 assert_goes_on(&paths, other.path(), dir.path(), &what);
             } else {
@@ -463,7 +495,7 @@ fn a_host_that_is_killed_at_any_change_of_names_has_and_publishes_states_of_both
             }
         }
     }
-    assert!(killed > 8, "{killed} were killed");
+    assert!(killed > kills * 4 / 3, "{killed} were killed");
 }
 
 #[test]

@@ -108,7 +108,7 @@ pub fn run(options: &Options) -> Result<()> {
             let (remote, files) =
                 (Remote::new(&cache, of_kind, OnMissing::Wait), Arc::new(CachedFiles::default()));
             let resources = resources(Some(Arc::clone(&files) as _))?;
-            let place = Place::elsewhere(&options.disk, &options.dir, Elsewhere { remote, files })?;
+            let place = Place::elsewhere(None, &[&options.disk], &options.dir, Elsewhere { remote, files })?;
             if options.take_over {
                 take_over(&place, &OpenOptions::default(), &resources)?;
             }

@@ -2,13 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use vmstrata_api::{DiskList, DiskStatus};
 use vmstrata_disk::snapshot::state_of;
+use vmstrata_tier::DiskAddress;
 use vmstrata_types::path_from_text;
 
 use super::snapshot::live::is_file_of;
-use super::tiered::{address_of, split};
+use super::tiered::{address_of, disk_at, split};
 use crate::args::{Command, ControlArgs, IndexCommand, SnapshotCommand, TierCommand};
 use crate::client::Client;
 
@@ -84,21 +85,43 @@ fn path_of(argument: &Path, server: &ControlArgs) -> Option<PathBuf> {
     Some(state_of(&argument_for(of_name(disk)?), state))
 }
 
-/// What leads commands to a disk: its path, or the address of its repository if that is no directory.
-fn argument_for(disk: &DiskStatus) -> PathBuf {
-    let repository = disk.tier.as_ref().map(|tier| PathBuf::from(&tier.repository));
-    let far = repository.filter(|repository| matches!(address_of(repository), Ok(Some(_))));
-    far.unwrap_or_else(|| path_from_text(&disk.path))
+/// What leads commands to a disk: its path, or its address if its repository is no directory.
+pub fn argument_for(disk: &DiskStatus) -> PathBuf {
+    let path = path_from_text(&disk.path);
+    let Some(tier) = &disk.tier else { return path };
+    let repository = Path::new(&tier.repository);
+    match (address_of(repository), &tier.group, path.file_name().and_then(|name| name.to_str())) {
+        (Ok(Some(_)), Some(_), Some(name)) => disk_at(repository, name),
+        (Ok(Some(_)), ..) => repository.to_owned(),
+        _ => path,
+    }
+}
+
+/// Whether an address leads to a served disk, or to all of its group.
+pub fn leads_to(address: &DiskAddress, served: &DiskStatus) -> bool {
+    let is_it = |name: &String| path_from_text(&served.path).file_name() == Some(name.as_ref());
+    let tier = served.tier.as_ref().filter(|tier| tier.repository == address.repository.place());
+    tier.is_some() && address.disk.as_ref().is_none_or(is_it)
 }
 
 /// What the server calls the disk that `argument` names, or whose path it is; the argument itself if it knows no such disk.
 ///
 /// # Errors
-/// When no server answers.
+/// When no server answers; an address of several disks.
 pub fn name_of(argument: &str, client: &Client) -> Result<String> {
     let served: DiskList = client.get("/v1/disks")?;
     let is_named = |disk: &&DiskStatus| disk.name == argument;
     let is_file = |disk: &&DiskStatus| is_file_of(disk, Path::new(argument));
-    let found = served.disks.iter().find(is_named).or_else(|| served.disks.iter().find(is_file));
-    Ok(found.map_or(argument, |disk| &disk.name).to_owned())
+    if let Some(found) = served.disks.iter().find(is_named) {
+        return Ok(found.name.clone());
+    }
+    let found: Vec<&DiskStatus> = served.disks.iter().filter(is_file).collect();
+    match &found[..] {
+        [] => Ok(argument.to_owned()),
+        [found] => Ok(found.name.clone()),
+        several => {
+            let names: Vec<&str> = several.iter().map(|disk| &*disk.name).collect();
+            bail!("{argument}: name one of its disks: {}", names.join(", "))
+        }
+    }
 }

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, anyhow};
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_tier::{Pin, find_snapshot, snapshots};
 
-use super::tiered::{Found, repository_at, state_of};
+use super::tiered::{Found, repository_at};
 
 /// How long a repository may take to say which snapshots it has.
 const ANSWER_MAX: Duration = Duration::from_secs(5);
@@ -26,14 +26,14 @@ pub struct Taken {
 /// Asks the repository of the tiered disk at `path`, on a thread of its own, which is left behind if the repository hangs.
 fn ask<T: Send + 'static>(
     path: &Path,
-    question: impl FnOnce(&Found) -> Result<T> + Send + 'static,
+    question: impl FnOnce(Found) -> Result<T> + Send + 'static,
 ) -> Result<Receiver<Result<T>>> {
     let (tell, told) = mpsc::sync_channel(1);
     let path = path.to_owned();
     let answer = move || {
         let shown = path.display();
         let answer = repository_at(&path).and_then(|found| {
-            question(&found.with_context(|| format!("{shown}: no repository of a tiered disk is there"))?)
+            question(found.with_context(|| format!("{shown}: no repository of a tiered disk is there"))?)
         });
         // After the deadline the receiver is gone.
         let _ = tell.send(answer);
@@ -54,7 +54,7 @@ fn answer<T>(path: &Path, told: &Receiver<Result<T>>, deadline: Instant) -> Resu
 /// # Errors
 /// When the host is out of threads.
 pub fn kept_of(disks: BTreeMap<String, PathBuf>) -> Result<BTreeMap<String, Result<Vec<Taken>, String>>> {
-    let list = |found: &Found| {
+    let list = |found: Found| {
         let taken = |(info, _): (SnapshotInfo, Pin)| Taken { name: info.name, taken_ns: info.taken_ns };
         Ok(snapshots(&*found.repository)?.into_iter().map(taken).collect())
     };
@@ -67,15 +67,14 @@ pub fn kept_of(disks: BTreeMap<String, PathBuf>) -> Result<BTreeMap<String, Resu
     Ok(asked.into_iter().map(|(disk, told, path)| (disk, kept(&told, &path))).collect())
 }
 
-/// The newest layer of a snapshot of the tiered disk at `path`, and its pin.
+/// The repository of the tiered disk at `path`, and the pin of a snapshot.
 ///
 /// # Errors
 /// No such snapshot; a repository that does not answer.
-pub fn find_taken(path: &Path, taken: Taken) -> Result<(PathBuf, Pin)> {
-    let disk = path.to_owned();
-    let find = move |found: &Found| {
+pub fn find_taken(path: &Path, taken: Taken) -> Result<(Found, Pin)> {
+    let find = move |found: Found| {
         let pin = find_snapshot(&*found.repository, &taken.name, taken.taken_ns)?;
-        Ok((found.top_of(state_of(&disk, &pin.epoch)?), pin))
+        Ok((found, pin))
     };
     answer(path, &ask(path, find)?, Instant::now() + ANSWER_MAX)
 }
@@ -85,7 +84,7 @@ pub fn find_taken(path: &Path, taken: Taken) -> Result<(PathBuf, Pin)> {
 /// # Errors
 /// A repository that cannot be read or written, or does not answer.
 pub fn forget_taken(path: &Path, taken: Taken) -> Result<bool> {
-    let forget = move |found: &Found| {
+    let forget = move |found: Found| {
         let repository = &*found.repository;
         match find_snapshot(repository, &taken.name, taken.taken_ns) {
             Ok(pin) => pin.release(repository)?,

@@ -16,15 +16,14 @@ use vmstrata_api::{
 use vmstrata_disk::snapshot::now_ns;
 use vmstrata_disk::{OpenOptions, ResourceOptions, Resources, probe_layer};
 use vmstrata_tier::{
-    Branch, CACHE_NAME, Cache, CachedFiles, Detach, Elsewhere, Head, OnMissing, Place, Whole, group_of,
-    newest_whole,
+    Branch, CACHE_NAME, Cache, CachedFiles, Detach, Elsewhere, Head, OnMissing, Place, Whole, newest_whole,
 };
 use vmstrata_types::path_to_text;
 
 use super::snapshot::live::Live;
 use super::snapshot::resources;
 use super::status::duration;
-use super::tiered::{Found, published, repository_at, tiered};
+use super::tiered::{Found, address_of, published, repository_at, tiered};
 use crate::args::{
     BranchesArgs, DetachArgs, JournalArgs, TakeoverArgs, TierArgs, TierAttachArgs, TierCommand, TierDiskArgs,
     TierHoldArgs, TierRateArgs,
@@ -78,9 +77,10 @@ impl Published {
         let epoch = &head.epoch;
         Self {
             disk: path_to_text(disk),
-            group: group_of(disk).map_or_else(Vec::new, |_| {
-                epoch.disks.iter().map(|state| path_to_text(&disk.with_file_name(&state.name))).collect()
-            }),
+            group: match &epoch.disks[..] {
+                [_] => Vec::new(),
+                disks => disks.iter().map(|disk| path_to_text(&found.disk_called(&disk.name))).collect(),
+            },
             repository: path_to_text(&found.name),
             owner: head.owner.to_string(),
             generation: head.generation.get(),
@@ -145,7 +145,7 @@ impl Here {
         let options = ResourceOptions { journal_dir: journal.dir(), ..ResourceOptions::default() };
         let resources = Resources::start_with(options, files.clone())?;
         let elsewhere = Elsewhere::new(far.repository.clone(), &cache, files, OnMissing::Wait);
-        let place = Place::elsewhere(disk, tier, elsewhere)?;
+        let place = Place::published_elsewhere(tier, elsewhere)?;
         Ok(Self { found, place, resources })
     }
 }
@@ -255,28 +255,27 @@ fn take_over(args: &TakeoverArgs) -> Result<()> {
     }
     let Here { found, place, resources } = Here::find(&args.disk, &args.tier, &JournalArgs::default())?;
     let found = found.context("it was read just now")?;
-    let mut name = String::new();
     let taken = audit::change(audit::of("tier_takeover", [&args.disk]), |what| {
         let (head, branch) = vmstrata_tier::take_over(&place, &OpenOptions::default(), &resources)?;
         what.object = Some(format!("epoch {}", head.epoch.number));
-        name = head.epoch.disks.first().map(|disk| disk.name.clone()).unwrap_or_default();
-        let published = Published::of(&place.path, (&found, &head));
+        let disk = if found.is_directory { &place.path } else { &args.disk };
+        let published = Published::of(disk, (&found, &head));
         Ok(Published { branch: branch.as_deref().map(path_to_text), ..published })
     })?;
+    let repository = address_of(&args.disk)?.map(|address| format!(",repository={}", address.repository));
+    let group = place.group_name().map(|group| format!(",group={group}"));
+    let keys = format!("tier={}{}{}", path_to_text(&args.tier), text(&repository), text(&group));
     answer(args.json, &taken, || {
         let aside = taken.branch.iter().map(|branch| format!("this host's earlier copy is now {branch}\n"));
-        let (path, tier) = (path_to_text(&args.disk), path_to_text(&args.tier));
-        let disks = match place.group_name() {
-            None if found.is_directory => format!(" --disk path={path},tier={tier}"),
-            None => format!(" --disk path={name},tier={tier},repository={path}"),
-            Some(group) => {
-                let disk = |disk: &String| format!(" --disk path={disk},tier={tier},group={group}");
-                taken.group.iter().map(disk).collect()
-            }
-        };
+        let disk = |disk: &Place| format!(" --disk path={},{keys}", path_to_text(&disk.path));
+        let disks: String = place.members().iter().map(disk).collect();
         let next = format!("serve it: vmstrata serve{disks} ...\n");
         format!("taken over: {}{}{next}", taken.text(), aside.collect::<String>())
     })
+}
+
+fn text(text: &Option<String>) -> &str {
+    text.as_deref().unwrap_or_default()
 }
 
 /// A copy that was put aside, for scripts.

@@ -12,8 +12,8 @@ use vmstrata_disk::snapshot::{SnapshotInfo, is_snapshot_name, now_ns};
 use vmstrata_disk::{CreateOptions, Format, create};
 use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_tier::{
-    DiskState, Epoch, Head, Pin, Purpose, RepositoryAddress, fetch, find_state, forget, is_object_name,
-    newest, repository_of, snapshots,
+    DiskAddress, DiskState, Epoch, Head, Pin, Purpose, fetch, find_state, forget, is_object_name, newest,
+    repository_of, snapshots,
 };
 use vmstrata_types::{ClusterBits, path_to_text, time};
 
@@ -28,7 +28,7 @@ use crate::audit;
 use crate::output::{Table, answer, print};
 use crate::units::short_size;
 
-/// The repository of a tiered disk that a command names by the disk's path, or by the repository's address.
+/// The repository of a tiered disk that a command names by the disk's path, or by an address.
 #[derive(Debug)]
 pub struct Found {
     /// What people call it: its directory, or its address.
@@ -37,12 +37,54 @@ pub struct Found {
     pub repository: Arc<dyn Repository>,
     /// Whether it is a directory of this host, whose layers any tool opens.
     pub is_directory: bool,
+    /// The disk that is meant, by its name in epochs; `None` for the only one, or all.
+    disk: Option<String>,
 }
 
 impl Found {
     /// The newest layer of a disk.
     pub fn top_of(&self, state: &DiskState) -> PathBuf {
         self.name.join(state.newest().layer_name().as_str())
+    }
+
+    /// What commands call one of its disks.
+    pub fn disk_called(&self, name: &str) -> PathBuf {
+        match self.is_directory {
+            true => self.name.with_file_name(name),
+            false => disk_at(&self.name, name),
+        }
+    }
+
+    /// What an epoch has of the disk that is meant.
+    ///
+    /// # Errors
+    /// A disk that it does not have, or an address that names none of several, with what there is.
+    pub fn state_of<'a>(&self, epoch: &'a Epoch) -> Result<&'a DiskState> {
+        let found = match (&self.disk, &epoch.disks[..]) {
+            (None, [only]) => Some(only),
+            (None, _) => None,
+            (Some(name), _) if self.is_directory => epoch.disk(name),
+            (Some(name), disks) => disks.iter().find(|disk| disk.name == *name),
+        };
+        found.with_context(|| {
+            let all = epoch.disks.iter().map(|disk| path_to_text(&self.disk_called(&disk.name)));
+            let all = all.collect::<Vec<_>>().join(", ");
+            match &self.disk {
+                Some(name) => format!("{}: no disk {name}: it has {all}", self.name.display()),
+                None => format!("{}: name one of its disks: {all}", self.name.display()),
+            }
+        })
+    }
+
+    /// What an epoch has of the disk that is meant, or of all.
+    ///
+    /// # Errors
+    /// A disk that it does not have.
+    fn states_of<'a>(&self, epoch: &'a Epoch) -> Result<Vec<&'a DiskState>> {
+        match self.disk {
+            Some(_) => Ok(vec![self.state_of(epoch)?]),
+            None => Ok(epoch.disks.iter().collect()),
+        }
     }
 
     /// Refuses what needs a directory.
@@ -81,13 +123,21 @@ impl Drop for Reading {
     }
 }
 
-/// The address of a repository, if `disk` is one.
+/// The address that `disk` is, if it is one.
 ///
 /// # Errors
 /// One that is malformed.
-pub fn address_of(disk: &Path) -> Result<Option<RepositoryAddress>> {
+pub fn address_of(disk: &Path) -> Result<Option<DiskAddress>> {
     let text = disk.to_str().filter(|text| text.starts_with("hdfs://"));
-    Ok(text.map(RepositoryAddress::parse).transpose()?)
+    Ok(text.map(DiskAddress::parse).transpose()?)
+}
+
+/// The address of a disk of the group that is published at that of a repository.
+pub fn disk_at(repository: &Path, name: &str) -> PathBuf {
+    let mut address = repository.as_os_str().to_owned();
+    address.push("#");
+    address.push(name);
+    address.into()
 }
 
 /// The repository of the tiered disk at `path`, if it is one, or at that address.
@@ -95,14 +145,18 @@ pub fn address_of(disk: &Path) -> Result<Option<RepositoryAddress>> {
 /// # Errors
 /// A repository that cannot be opened.
 pub fn repository_at(path: &Path) -> Result<Option<Found>> {
-    if let Some(address) = address_of(path)? {
-        let repository = address.open()?;
-        return Ok(Some(Found { name: repository.describe().into(), repository, is_directory: false }));
+    if let Some(DiskAddress { repository, disk }) = address_of(path)? {
+        let repository = repository.open()?;
+        let name = repository.describe().into();
+        return Ok(Some(Found { name, repository, is_directory: false, disk }));
     }
     let Ok(path) = path.canonicalize() else { return Ok(None) };
     let name = repository_of(&path);
+    let disk = path.file_name().map(|name| name.to_string_lossy().into_owned());
     match DirectoryRepository::open(&name, is_object_name) {
-        Ok(repository) => Ok(Some(Found { name, repository: Arc::new(repository), is_directory: true })),
+        Ok(repository) => {
+            Ok(Some(Found { name, repository: Arc::new(repository), is_directory: true, disk }))
+        }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error.into()),
     }
@@ -160,21 +214,14 @@ pub fn prepare(command: &mut Command) -> Result<Readings> {
             "{}: is a tiered disk: take the snapshot first (vmstrata snapshot create), and back that up",
             disk.display()
         );
-        *state = readings.enter(found, &disk, name.as_deref(), is_long)?;
+        *state = readings.enter(found, name.as_deref(), is_long)?;
     }
     Ok(readings)
 }
 
-/// What an epoch has of the disk at a path, or at an address.
-pub fn state_of<'a>(disk: &Path, epoch: &'a Epoch) -> Result<&'a DiskState> {
-    let name = disk.canonicalize().unwrap_or_else(|_| disk.to_owned());
-    let name = name.file_name().unwrap_or_default().to_string_lossy();
-    epoch.disk(&name).with_context(|| format!("{}: epoch {} has no {name}", disk.display(), epoch.number))
-}
-
 impl Readings {
     /// Keeps a state for as long as it is read; returns the file of its newest layer.
-    fn enter(&mut self, found: Found, disk: &Path, name: Option<&str>, is_long: bool) -> Result<PathBuf> {
+    fn enter(&mut self, found: Found, name: Option<&str>, is_long: bool) -> Result<PathBuf> {
         let repository = &*found.repository;
         let epoch = name.map(|name| find_state(repository, name, now_ns())).transpose()?;
         let epoch = match (epoch, name) {
@@ -188,8 +235,9 @@ impl Readings {
             }
         };
         if found.is_directory {
-            return Ok(found.top_of(state_of(disk, &epoch)?));
+            return Ok(found.top_of(found.state_of(&epoch)?));
         }
+        let state = found.state_of(&epoch)?;
         ensure!(
             is_long,
             "{}: its layers are no files: vmstrata backup makes one of a state, diff compares two",
@@ -199,7 +247,7 @@ impl Readings {
             self.copies = Some(tempfile::Builder::new().prefix("vmstrata-").tempdir()?);
         }
         let copies = self.copies.as_ref().expect("made above");
-        Ok(fetch(repository, state_of(disk, &epoch)?, copies.path())?)
+        Ok(fetch(repository, state, copies.path())?)
     }
 }
 
@@ -233,11 +281,16 @@ fn refuse_unserved(command: &mut Command) -> Result<()> {
     let paths: Vec<PathBuf> = paths.into_iter().map(|path| path.clone()).collect();
     for path in paths {
         let disk = split(&path).map_or(&*path, |(disk, _)| disk);
-        if repository_at(disk)?.is_some() && Live::find(&[disk.to_owned()], &server)?.is_none() {
+        let Some(found) = repository_at(disk)? else { continue };
+        if Live::find(&[disk.to_owned()], &server)?.is_none() {
             bail!(
                 "{}: is a tiered disk, and its file only leads to what is published: serve the disk to change it",
                 disk.display()
             );
+        }
+        // All else that servers do with tiered disks they do with whole groups.
+        if let (Command::Resize(_), Some(head)) = (&*command, newest(&*found.repository)?) {
+            found.state_of(&head.epoch)?;
         }
     }
     Ok(())
@@ -252,24 +305,30 @@ struct Row {
     time_ns: u64,
     labels: BTreeMap<String, String>,
     epoch: u64,
-    layer: String,
+    /// The newest layer, unless of several disks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    layer: Option<String>,
     virtual_size: u64,
     /// Bytes of its layers, of which other states may need some, too.
     actual_size: u64,
 }
 
 impl Row {
-    fn new(found: &Found, disk: &Path, info: &SnapshotInfo, pin: &Pin) -> Result<Self> {
-        let state = state_of(disk, &pin.epoch)?;
+    fn new(found: &Found, info: &SnapshotInfo, pin: &Pin) -> Result<Self> {
+        let states = found.states_of(&pin.epoch)?;
+        let layer = match &states[..] {
+            [only] => Some(path_to_text(&found.top_of(only))),
+            _ => None,
+        };
         Ok(Self {
             name: info.name.clone(),
             time: time::rfc3339(info.taken_ns),
             time_ns: info.taken_ns,
             labels: info.labels.iter().cloned().collect(),
             epoch: pin.epoch.number.get(),
-            layer: path_to_text(&found.top_of(state)),
-            virtual_size: state.size,
-            actual_size: state.objects.iter().map(|object| object.stored).sum(),
+            layer,
+            virtual_size: states.iter().map(|state| state.size).sum(),
+            actual_size: states.iter().flat_map(|state| &state.objects).map(|object| object.stored).sum(),
         })
     }
 
@@ -279,15 +338,15 @@ impl Row {
     }
 
     fn text(&self) -> String {
-        let Self { name, time, epoch, layer, .. } = self;
-        let size = short_size(self.virtual_size);
+        let Self { name, time, epoch, .. } = self;
+        let (size, layer) = (short_size(self.virtual_size), self.layer.as_deref().unwrap_or("several disks"));
         format!("{name}: taken {time}, epoch {epoch}, {size}, {layer} {}\n", self.labels())
     }
 }
 
-fn rows(disk: &Path, found: &Found) -> Result<Vec<Row>> {
+fn rows(found: &Found) -> Result<Vec<Row>> {
     let named = snapshots(&*found.repository)?.into_iter();
-    let rows = named.map(|(info, pin)| Row::new(found, disk, &info, &pin));
+    let rows = named.map(|(info, pin)| Row::new(found, &info, &pin));
     let mut rows = rows.collect::<Result<Vec<Row>>>()?;
     // Newest first, as of other disks.
     rows.reverse();
@@ -305,7 +364,7 @@ struct Listed {
 /// # Errors
 /// A repository that cannot be read.
 pub fn list(args: &SnapshotListArgs, found: &Found) -> Result<()> {
-    let listed = Listed { disk: path_to_text(&args.disk), snapshots: rows(&args.disk, found)? };
+    let listed = Listed { disk: path_to_text(&args.disk), snapshots: rows(found)? };
     answer(args.common.json, &listed, || {
         if listed.snapshots.is_empty() {
             return format!("{}: no snapshots\n", listed.disk);
@@ -324,7 +383,7 @@ pub fn list(args: &SnapshotListArgs, found: &Found) -> Result<()> {
 /// # Errors
 /// No such snapshot; a repository that cannot be read.
 pub fn show(args: &SnapshotShowArgs, found: &Found) -> Result<()> {
-    let row = rows(&args.disk, found)?.into_iter().find(|row| row.name == args.name);
+    let row = rows(found)?.into_iter().find(|row| row.name == args.name);
     let row = row.with_context(|| format!("{}: no snapshot '{}'", args.disk.display(), args.name))?;
     answer(args.common.json, &row, || row.text())
 }
@@ -368,22 +427,17 @@ pub fn clone(args: &SnapshotCloneArgs, found: &Found) -> Result<PathBuf> {
     let named = snapshots(&*found.repository)?.into_iter().find(|(info, _)| info.name == args.name);
     let (_, named) =
         named.with_context(|| format!("{}: no snapshot '{}'", args.disk.display(), args.name))?;
-    clone_of(&named, (&args.disk, found), &args.output, !args.overlay.no_subclusters)
+    clone_of(&named, found, &args.output, !args.overlay.no_subclusters)
 }
 
-/// Clones the state of the disk at a path that a snapshot's pin in its repository keeps into a new file. Returns the clone's backing file.
+/// Clones the state of a disk that a snapshot's pin in its repository keeps into a new file. Returns the clone's backing file.
 ///
 /// # Errors
 /// As [`clone`].
-pub fn clone_of(
-    named: &Pin,
-    (disk, found): (&Path, &Found),
-    output: &Path,
-    subclusters: bool,
-) -> Result<PathBuf> {
+pub fn clone_of(named: &Pin, found: &Found, output: &Path, subclusters: bool) -> Result<PathBuf> {
     let repository = &*found.repository;
     ensure!(output.symlink_metadata().is_err(), "{}: exists already", output.display());
-    let state = state_of(disk, &named.epoch)?;
+    let state = found.state_of(&named.epoch)?;
     let layer = std::path::absolute(found.top_of(state))?;
     let pin = named.again(repository, &Purpose::reader(&format!("clone {}", absolute(output))))?;
     let options = CreateOptions {

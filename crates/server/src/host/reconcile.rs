@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use vmstrata_api as api;
 use vmstrata_disk::Format;
-use vmstrata_tier::group_of;
+use vmstrata_tier::{disks, group_of};
 
 use super::exports::State;
 use super::users::Use;
@@ -95,8 +95,7 @@ impl Failing {
 fn sets(disks: &[DiskSpec]) -> Vec<Vec<DiskSpec>> {
     let mut sets: Vec<Vec<DiskSpec>> = Vec::new();
     for disk in disks {
-        let is_group = |set: &&mut Vec<DiskSpec>| disk.group().is_some() && set[0].group() == disk.group();
-        match sets.iter_mut().find(is_group) {
+        match sets.iter_mut().find(|set| set[0].is_grouped_with(disk)) {
             Some(set) => set.push(disk.clone()),
             None => sets.push(vec![disk.clone()]),
         }
@@ -124,8 +123,9 @@ impl Table {
     /// The disks of the same group that wait, too.
     fn waiting_with(&self, spec: &DiskSpec) -> Vec<DiskSpec> {
         let is_other = |entry: &&Entry| {
-            let is_same = spec.group().is_some() && entry.spec.group() == spec.group();
-            is_same && entry.spec.name != spec.name && matches!(entry.phase, Phase::Waiting(_))
+            entry.spec.is_grouped_with(spec)
+                && entry.spec.name != spec.name
+                && matches!(entry.phase, Phase::Waiting(_))
         };
         self.disks.iter().filter(is_other).map(|entry| entry.spec.clone()).collect()
     }
@@ -164,12 +164,11 @@ impl Host {
     pub fn add_disk(&self, spec: DiskSpec) -> Result<(), Error> {
         let _change = self.begin_change()?.0;
         let name = spec.name.clone();
-        if let Some(group) = spec.group() {
-            let path = spec.path.canonicalize().unwrap_or_else(|_| spec.path.clone());
-            // Nobody knows yet of how many disks it is.
-            if group_of(&path).is_none() {
-                return Err(Error::NewGroup { group: group.to_owned() });
-            }
+        // Nobody knows of a new one of how many disks it is.
+        if let Some(group) = spec.group()
+            && !is_published(&spec)?
+        {
+            return Err(Error::NewGroup { group: group.to_owned() });
         }
         self.want_disks(vec![spec], Failing::RefusedUnlessIncomplete)?;
         self.disk_is_added(&name);
@@ -411,6 +410,16 @@ impl Host {
     }
 }
 
+/// Whether a disk of a group is published.
+fn is_published(spec: &DiskSpec) -> Result<bool, Error> {
+    let Some(address) = spec.tier.as_ref().and_then(|tier| tier.repository.as_ref()) else {
+        let path = spec.path.canonicalize().unwrap_or_else(|_| spec.path.clone());
+        return Ok(group_of(&path).is_some());
+    };
+    let repository = address.open().map_err(vmstrata_tier::Error::from)?;
+    Ok(!disks(&*repository)?.is_empty())
+}
+
 /// What is asked for, with the whole path of its socket.
 fn wanted(export: api::ExportSpec) -> Result<ExportSpec, Error> {
     ExportSpec::try_from(export)?.absolute().map_err(Error::no_directory)
@@ -422,5 +431,33 @@ impl Table {
         let own = self.exports.iter_mut().filter(|export| export.spec.only_disk() == Some(disk));
         own.filter_map(|export| export.wait_mut())
             .for_each(|wait| wait.next = wait.next.map(|_| Instant::now()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_of_one_name_are_parted_by_the_addresses_of_their_repositories() {
+        let disk = |(name, repository): (&str, Option<&str>)| {
+            let text = |text: &str| Some(text.to_owned());
+            let (path, repository) = (format!("/vms/{name}.qcow2"), repository.map(str::to_owned));
+            let tier = api::DiskSpec {
+                path,
+                tier: text("/tier"),
+                group: text("guest"),
+                repository,
+                ..Default::default()
+            };
+            DiskSpec::try_from(tier).unwrap()
+        };
+        let (one, same, other) = ("hdfs://nn/one", "hdfs://nn/one?block=1M", "hdfs://nn/other");
+        let disks = [("a", Some(one)), ("b", Some(other)), ("c", Some(same)), ("d", Some(other))].map(disk);
+        let named = |disks: &[DiskSpec]| -> Vec<Vec<String>> {
+            sets(disks).iter().map(|set| set.iter().map(|disk| disk.name.clone()).collect()).collect()
+        };
+        assert_eq!(named(&disks), [["a", "c"], ["b", "d"]]);
+        assert_eq!(named(&[("a", Some(one)), ("b", None)].map(disk)), [["a", "b"]]);
     }
 }

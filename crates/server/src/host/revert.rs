@@ -11,13 +11,12 @@
 //!
 //! Invariant: whatever fails, the disk is behind its exports again, with the old content or the new; what cannot be opened waits.
 
-use std::slice;
 use std::sync::Arc;
 
 use vmstrata_api::{Event, RevertSpec, SnapshotReverted};
 use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, now_ns};
 use vmstrata_disk::{Disk, OpenOptions};
-use vmstrata_tier::{Place, find_state, revert};
+use vmstrata_tier::{find_state, revert};
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::disks::close_and_release;
@@ -85,18 +84,15 @@ impl Host {
                 what: "keep: what it was until now becomes a branch",
             });
         }
-        let place = match &tier.repository {
-            Some(_) => self.place(slice::from_ref(spec), tier)?,
-            None => Place::of(&spec.path, &tier.dir)?,
-        };
-        if let Some(repository) = place.open_repository()? {
-            find_state(&*repository, &asked.snapshot, now_ns())?;
-        }
         let table = self.table.lock();
         let names = table.published_with(name);
         let specs = names.iter().filter_map(|name| Some(table.entry(name)?.spec.clone()));
         let specs: Vec<DiskSpec> = specs.collect();
         drop(table);
+        let place = self.place(&specs, tier)?;
+        if let Some(repository) = place.open_repository()? {
+            find_state(&*repository, &asked.snapshot, now_ns())?;
+        }
         let disks = self.take_out(&names)?;
         self.end_tier(name);
         let open = self.open_options(spec);

@@ -38,8 +38,11 @@ pub(crate) fn look_at(
     allow_backing: &[PathBuf],
     passes: impl Fn(FileId) -> bool,
 ) -> Result<(), Error> {
-    if spec.tier.is_some() {
-        // Its layers are this host's own, whose locks the other server has.
+    if let Some(tier) = &spec.tier {
+        // Its layers are this host's own, whose locks the other server has; its image is of no use once it is published elsewhere.
+        if tier.repository.is_some() {
+            return Ok(());
+        }
         return spec
             .path
             .metadata()
@@ -132,4 +135,23 @@ fn stands_on_another(
     let file = |layer: &Snapshot| layer.layer.metadata().map(|file| (file.dev(), file.ino())).ok();
     let chain: HashSet<(u64, u64)> = chain.iter().filter_map(file).collect();
     !layers.iter().filter_map(file).any(|layer| chain.contains(&layer))
+}
+
+#[cfg(test)]
+mod tests {
+    use vmstrata_api as api;
+
+    use super::*;
+
+    #[test]
+    fn a_tiered_disk_needs_its_image_unless_it_is_published_elsewhere() {
+        let look = |repository: Option<&str>| {
+            let (path, tier) = ("/none/web.qcow2".to_owned(), Some("/tier".to_owned()));
+            let repository = repository.map(str::to_owned);
+            let asked = api::DiskSpec { path, tier, repository, ..api::DiskSpec::default() };
+            look_at(&asked.try_into().unwrap(), &[], |_| false)
+        };
+        look(Some("hdfs://namenode/vms/web")).unwrap();
+        assert!(look(None).unwrap_err().to_string().contains("find the disk"));
+    }
 }

@@ -36,11 +36,25 @@ impl DiskSpec {
 impl Host {
     /// Where the parts of a tiered disk lie, or those of a group; layers are read through the cache.
     pub(super) fn place(&self, specs: &[DiskSpec], tier: &TierSpec) -> Result<Place, Error> {
-        let Some(address) = &tier.repository else {
-            return Ok(place_of(specs, tier)?.read_through(self.caches.of(&tier.dir, tier.on_missing)?));
+        if let Some(group) = &tier.group
+            && let Some(other) = specs.iter().find(|other| other.tier.as_ref() != Some(tier))
+        {
+            let (one, other) = (specs[0].name.clone(), other.name.clone());
+            return Err(Error::GroupDiffers { group: group.clone(), one, other });
+        }
+        let paths: Vec<&Path> = specs.iter().map(|spec| spec.path.as_path()).collect();
+        if let Some(address) = &tier.repository {
+            let elsewhere = self.caches.elsewhere(&tier.dir, address, tier.on_missing)?;
+            return Ok(Place::elsewhere(tier.group.as_deref(), &paths, &tier.dir, elsewhere)?);
+        }
+        let place = match &tier.group {
+            Some(group) => Place::group(group, &paths, &tier.dir)?,
+            None => Place::of(paths[0], &tier.dir)?,
         };
-        let elsewhere = self.caches.elsewhere(&tier.dir, address, tier.on_missing)?;
-        Ok(Place::elsewhere(&specs[0].path, &tier.dir, elsewhere)?)
+        if let (None, Some(group)) = (&tier.group, place.group_name()) {
+            return Err(Error::InGroup { name: specs[0].name.clone(), group: group.to_owned() });
+        }
+        Ok(place.read_through(self.caches.of(&tier.dir, tier.on_missing)?))
     }
 
     /// Opens a tiered disk, or all those of a group, in their order. `options` says how each is opened.
@@ -182,24 +196,6 @@ impl Host {
 fn pending(snapshot: &PendingSnapshot) -> api::PendingSnapshot {
     let PendingSnapshot { name, taken_ns, epoch, .. } = snapshot;
     api::PendingSnapshot { name: name.clone(), taken_ns: *taken_ns, epoch: epoch.get() }
-}
-
-/// Where the parts of a tiered disk lie, or those of a group.
-fn place_of(specs: &[DiskSpec], tier: &TierSpec) -> Result<Place, Error> {
-    let spec = &specs[0];
-    let Some(group) = &tier.group else {
-        let place = Place::of(&spec.path, &tier.dir)?;
-        return match place.group_name() {
-            Some(group) => Err(Error::InGroup { name: spec.name.clone(), group: group.to_owned() }),
-            None => Ok(place),
-        };
-    };
-    if let Some(other) = specs.iter().find(|other| other.tier.as_ref() != Some(tier)) {
-        let (one, other) = (spec.name.clone(), other.name.clone());
-        return Err(Error::GroupDiffers { group: group.clone(), one, other });
-    }
-    let paths: Vec<&Path> = specs.iter().map(|spec| spec.path.as_path()).collect();
-    Ok(Place::group(group, &paths, &tier.dir)?)
 }
 
 /// In the API's words.

@@ -109,9 +109,6 @@ impl TierSpec {
         if let Some(group) = asked.group.as_ref().filter(|group| !is_group_name(group)) {
             return Err(SpecError::Group { group: group.clone() });
         }
-        if asked.group.is_some() && asked.repository.is_some() {
-            return Err(SpecError::GroupElsewhere);
-        }
         let address = |text: &String| {
             let parsed = RepositoryAddress::parse(text);
             parsed
@@ -379,6 +376,17 @@ impl DiskSpec {
         self.tier.as_ref()?.group.as_deref()
     }
 
+    /// Whether both are of one group, or are meant to be: groups with repositories at different addresses may have the same name.
+    pub(crate) fn is_grouped_with(&self, other: &Self) -> bool {
+        let place = |spec: &Self| Some(spec.tier.as_ref()?.repository.as_ref()?.place());
+        let may_be_one = match (place(self), place(other)) {
+            (Some(own), Some(other)) => own == other,
+            // Opening them says that they differ.
+            _ => true,
+        };
+        self.group().is_some() && self.group() == other.group() && may_be_one
+    }
+
     /// The same with absolute paths: those who read them in the status may be in another directory.
     ///
     /// # Errors
@@ -467,6 +475,7 @@ mod tests {
             tiered("/var/lib/vmstrata", Some(5)),
             api::DiskSpec {
                 repository: text("hdfs://namenode:8020/vms/web?block=1M"),
+                group: text("guest"),
                 ..tiered("/var/lib/vmstrata", None)
             },
             api::DiskSpec { epochs: text("2h"), ..tiered("/var/lib/vmstrata", None) },
@@ -543,7 +552,7 @@ mod tests {
         let elsewhere = |text: &str| api::DiskSpec { repository: Some(text.to_owned()), ..plain.clone() };
         let keys = [kept, stalls, budget(1 << 20), far, elsewhere("hdfs://namenode/vms")].map(without);
         assert_eq!(keys, ["epochs", "on-outage", "outage-bytes", "durability", "repository"]);
-        for text in ["/mnt/nas/vms", "s3://bucket/web", "hdfs://namenode"] {
+        for text in ["/mnt/nas/vms", "s3://bucket/web", "hdfs://namenode", "hdfs://namenode/vms#web"] {
             let told = refused(elsewhere(text)).to_string();
             assert!(told.starts_with(&format!("'repository' cannot be '{text}': ")), "{told}");
         }

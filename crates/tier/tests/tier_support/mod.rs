@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "each test binary uses its own part of this")]
 #![allow(unreachable_pub, missing_docs, reason = "shared by test binaries only")]
 
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,7 +12,8 @@ use std::time::{Duration, Instant};
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
 use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_tier::{
-    Error, Head, Place, TierOptions, TierStatus, Tiered, is_object_name, newest, repository_of,
+    CACHE_BYTES_MIN, Cache, CachedFiles, Elsewhere, Error, Head, OnMissing, Place, TierOptions, TierStatus,
+    Tiered, is_object_name, newest, repository_of,
 };
 
 use crate::common::flat::assert_same;
@@ -83,14 +86,36 @@ pub fn take_over(path: &Path, tier: &Path) -> Result<Option<PathBuf>, Error> {
     vmstrata_tier::take_over(&place, &OpenOptions::default(), &resources).map(|(_, aside)| aside)
 }
 
+/// A directory beside images that hosts know as a repository only, for [`far`].
+pub fn make_far(dir: &Path) -> PathBuf {
+    let far = dir.join("far");
+    DirBuilder::new().mode(0o700).create(&far).unwrap();
+    far
+}
+
+/// The directory of a disk's repository: one that was made by [`make_far`], if there is one.
+pub fn repository_dir(path: &Path) -> PathBuf {
+    let far = path.with_file_name("far");
+    if far.exists() { far } else { repository_of(path) }
+}
+
+/// The repository in a directory as one that is none, read through the cache in `tier`; and what opens files that way.
+pub fn far(repository: &Path, tier: &Path) -> (Elsewhere, Arc<CachedFiles>) {
+    std::fs::create_dir_all(tier).unwrap();
+    let repository = Arc::new(DirectoryRepository::open(repository, is_object_name).unwrap());
+    let cache = Cache::open(&tier.join("cache"), CACHE_BYTES_MIN).unwrap();
+    let files = Arc::<CachedFiles>::default();
+    (Elsewhere::new(repository, &cache, files.clone(), OnMissing::Wait), files)
+}
+
 pub fn newest_of(path: &Path) -> Head {
-    let repository = DirectoryRepository::open(&repository_of(path), is_object_name).unwrap();
+    let repository = DirectoryRepository::open(&repository_dir(path), is_object_name).unwrap();
     newest(&repository as &dyn Repository).unwrap().expect("a head")
 }
 
 /// What stock tools read of the disk at a path in the state that a head names, all of whose layers they find clean.
 pub fn published(head: &Head, path: &Path) -> Vec<u8> {
-    let repository = repository_of(path);
+    let repository = repository_dir(path);
     let layer = |object: &vmstrata_tier::Object| repository.join(object.id.layer_name().as_str());
     let state = head.epoch.disk(path.file_name().unwrap().to_str().unwrap()).expect("a disk of the epoch");
     for object in &state.objects {

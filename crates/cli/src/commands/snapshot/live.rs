@@ -20,6 +20,8 @@ use crate::args::{
 use crate::client::Client;
 use crate::commands::backup::until_stopped;
 use crate::commands::merge::{STOPPED, line};
+use crate::commands::named::leads_to;
+use crate::commands::tiered::address_of;
 use crate::output::{Progress, print, print_json};
 
 /// Disks that a server serves, and what it calls them.
@@ -229,9 +231,7 @@ pub fn warn_unless_quiesced(taken: &SnapshotTaken) {
 /// A relative path, as older servers tell it, says nothing: it is seen from the server's directory.
 pub fn is_file_of(served: &DiskStatus, disk: &Path) -> bool {
     let Some(file) = number_of(disk) else {
-        // Or it is the repository of one.
-        let place = disk.to_str().and_then(|text| text.split('?').next());
-        return place.is_some() && served.tier.as_ref().map(|tier| tier.repository.as_str()) == place;
+        return matches!(address_of(disk), Ok(Some(address)) if leads_to(&address, served));
     };
     if served.file == Some(file) {
         return true;

@@ -15,11 +15,12 @@ use vmstrata_memory::BoxError;
 use vmstrata_memory::capture::Disks;
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::DiskState;
-use vmstrata_types::path_from_text;
+use vmstrata_types::{path_from_text, path_to_text};
 
 use super::kept;
 use crate::args::MergeHowArgs;
 use crate::client::Client;
+use crate::commands::named::argument_for;
 use crate::commands::snapshot::NOW_QCOW2;
 use crate::commands::taken::kept_of;
 use crate::key_values::escape;
@@ -33,7 +34,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 pub(super) struct ServedDisks {
     client: Client,
     spec: SnapshotSpec,
-    /// `[disk]`: the active layer's file, and whether it is a tiered disk.
+    /// `[disk]`: what leads commands to it, and whether it is a tiered disk.
     paths: Vec<(String, bool)>,
     /// QEMU's names of the media that are these disks.
     media: Vec<String>,
@@ -74,7 +75,7 @@ impl ServedDisks {
             let Some(disk) = served.disks.iter().find(|disk| disk.name == name) else {
                 bail!("{}: no disk is named '{name}'", disks.client.path().display());
             };
-            disks.paths.push((disk.path.clone(), disk.tier.is_some()));
+            disks.paths.push((path_to_text(&argument_for(disk)), disk.tier.is_some()));
             disks.spec.disks.push(name);
         }
         disks.check_names()?;
@@ -162,7 +163,7 @@ impl ServedDisks {
         for disk in served.disks.iter().filter(|disk| self.spec.disks.contains(&disk.name)) {
             if disk.tier.is_some() {
                 let taken_ns = self.spec.taken_ns.unwrap_or_default();
-                let state = DiskState::new(&disk.path, &self.spec.name);
+                let state = DiskState::new(path_to_text(&argument_for(disk)), &self.spec.name);
                 deleted |= kept::delete(&self.client, &state, taken_ns)?;
                 continue;
             }

@@ -14,6 +14,7 @@ use vmstrata_types::path_from_text;
 
 use crate::args::ControlArgs;
 use crate::client::Client;
+use crate::commands::named::argument_for;
 use crate::commands::taken::{self, Taken};
 
 /// Whether a guest can be restored, as far as its disks are concerned; the worst last.
@@ -94,7 +95,7 @@ impl Look {
             let is_it = |taken: &Taken| taken.name == *name && taken.taken_ns == taken_ns;
             kept.as_ref().map(|kept| kept.iter().any(is_it))
         });
-        let served = self.served.iter().find(|served| served.path == *disk);
+        let served = find_served(&self.served, disk);
         let tier = served.and_then(|served| served.tier.as_ref());
         let pending = tier.filter(|tier| waits(tier, name, taken_ns).is_some());
         match (kept, pending, served) {
@@ -123,6 +124,11 @@ fn served(client: &Client) -> Vec<DiskStatus> {
     client.get::<DiskList>("/v1/disks").map_or_else(|_| Vec::new(), |served| served.disks)
 }
 
+/// The one of a snapshot among them.
+fn find_served<'a>(served: &'a [DiskStatus], disk: &str) -> Option<&'a DiskStatus> {
+    served.iter().find(|served| argument_for(served) == path_from_text(disk))
+}
+
 /// The snapshot of a tiered disk, if it waits to be published.
 fn waits<'a>(tier: &'a TierStatus, name: &str, taken_ns: u64) -> Option<&'a PendingSnapshot> {
     tier.pending_snapshots.iter().find(|pending| pending.name == name && pending.taken_ns == taken_ns)
@@ -142,13 +148,17 @@ fn waiting_for(tier: &TierStatus) -> String {
 /// # Errors
 /// What keeps it from being published.
 pub(super) fn published(client: &Client, state: &DiskState, taken_ns: u64) -> Result<Published> {
-    let served = served(client).into_iter().find(|served| served.path == state.disk);
-    let Some(tier) = served.and_then(|served| served.tier) else { return Ok(Published::Perhaps(None)) };
-    if waits(&tier, &state.snapshot, taken_ns).is_none() {
-        return Ok(Published::Perhaps(tier.cache.map(|cache| path_from_text(&cache.directory))));
+    let served = served(client);
+    let served = find_served(&served, &state.disk);
+    let Some(tier) = served.and_then(|served| served.tier.as_ref()) else {
+        return Ok(Published::Perhaps(None));
+    };
+    if waits(tier, &state.snapshot, taken_ns).is_none() {
+        let cache = tier.cache.as_ref().map(|cache| path_from_text(&cache.directory));
+        return Ok(Published::Perhaps(cache));
     }
     if tier.state != TierState::Publishing || tier.held_seconds.is_some() {
-        bail!("it is not published yet: {}", waiting_for(&tier));
+        bail!("it is not published yet: {}", waiting_for(tier));
     }
     Ok(Published::Soon)
 }
@@ -167,9 +177,9 @@ pub(super) enum Published {
 /// # Errors
 /// A repository or a server that does not do it, or a disk that no server serves: its state may wait for that.
 pub(super) fn delete(client: &Client, state: &DiskState, taken_ns: u64) -> Result<bool> {
-    let served = served(client).into_iter().find(|served| served.path == state.disk);
+    let served = served(client);
     let name = &state.snapshot;
-    let tier = served.as_ref().and_then(|served| Some((served, served.tier.as_ref()?)));
+    let tier = find_served(&served, &state.disk).and_then(|served| Some((served, served.tier.as_ref()?)));
     if let Some((disk, _)) = tier.filter(|(_, tier)| waits(tier, name, taken_ns).is_some()) {
         let path = format!("/v1/disks/{}/snapshots/{}", encode_segment(&disk.name), encode_segment(name));
         // If it is published meanwhile, it is kept.

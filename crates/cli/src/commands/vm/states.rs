@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::bail;
+use anyhow::{Context as _, bail};
 use vmstrata_disk::{Disk, Extent, OpenOptions, ResourceOptions, Resources, snapshot};
 use vmstrata_memory::BoxError;
 use vmstrata_memory::disk::{OpenDisk, ReadDisk};
@@ -20,7 +20,6 @@ use crate::args::{BackingArgs, ControlArgs};
 use crate::client::Client;
 use crate::commands::states::explain;
 use crate::commands::taken::{Taken, find_taken};
-use crate::commands::tiered::state_of;
 
 /// Runs of a disk looked up at a time.
 const EXTENTS: usize = 1024;
@@ -72,9 +71,13 @@ impl States {
             }
         };
         let (path, name) = (path_from_text(&state.disk), state.snapshot.clone());
-        let (_, pin) = find_taken(&path, Taken { name, taken_ns })?;
-        let (kept, reading) = (state_of(&path, &pin.epoch)?, (cache.as_deref(), &self.files));
-        Ok(open_state(&path, kept, reading, &self.options, &self.resources)?)
+        let (found, pin) = find_taken(&path, Taken { name, taken_ns })?;
+        let dir = if found.is_directory { Some(&found.name) } else { cache.as_ref() };
+        let dir = dir.with_context(|| {
+            format!("{}: it is read by way of what a server keeps of it: serve it", path.display())
+        })?;
+        let (from, reading) = ((&found.repository, dir.as_path()), (cache.as_deref(), &self.files));
+        Ok(open_state(from, found.state_of(&pin.epoch)?, reading, &self.options, &self.resources)?)
     }
 }
 

@@ -30,7 +30,7 @@ use crate::attach::{absolute, shell_quote};
 use crate::client::Client;
 use crate::commands::snapshot::live::is_file_of;
 use crate::commands::taken::{Taken, find_taken};
-use crate::commands::tiered::{clone_of, repository_at};
+use crate::commands::tiered::{Found, clone_of};
 use crate::output::counted;
 
 /// Names that are tried for a clone while other processes take them.
@@ -137,7 +137,8 @@ impl<'a> GuestDisks<'a> {
     /// The same for a tiered disk. Once it is reverted, its active layer stands directly on the pinned state.
     fn wrong_tiered(&self, disk: &Disk, taken_ns: u64) -> Result<Option<String>> {
         let DiskState { disk: path, snapshot: name, .. } = &disk.state;
-        let (layer, _) = self.find_taken(disk, taken_ns)?;
+        let (found, pin) = self.find_taken(disk, taken_ns)?;
+        let layer = found.top_of(found.state_of(&pin.epoch)?);
         let Some(served) = &disk.served else {
             bail!("{path} is a tiered disk: serve it, and lead QEMU to its socket");
         };
@@ -153,15 +154,16 @@ impl<'a> GuestDisks<'a> {
             _ => "it is based on another state".to_owned(),
         };
         let revert = ["snapshot", "revert", path, name, "--yes"].map(shell_quote);
+        let or = if found.is_directory { "; or start the guest on clones with --clone-disks" } else { "" };
         Ok(Some(format!(
-            "{path} is not as {} left it: {why}\n  vmstrata {}   puts it back, and keeps what it is now as a branch; or start the guest on clones with --clone-disks",
+            "{path} is not as {} left it: {why}\n  vmstrata {}   puts it back, and keeps what it is now as a branch{or}",
             self.info.title(),
             revert.join(" ")
         )))
     }
 
-    /// The state of a tiered disk that is kept: its newest layer, and its pin.
-    fn find_taken(&self, disk: &Disk, taken_ns: u64) -> Result<(PathBuf, Pin)> {
+    /// The state of a tiered disk that is kept: its repository, and its pin.
+    fn find_taken(&self, disk: &Disk, taken_ns: u64) -> Result<(Found, Pin)> {
         let taken = Taken { name: disk.state.snapshot.clone(), taken_ns };
         find_taken(&path_from_text(&disk.state.disk), taken).with_context(|| {
             format!("{} is not complete (see `vmstrata vm show`): {}", self.info.title(), disk.state.disk)
@@ -247,7 +249,10 @@ impl<'a> GuestDisks<'a> {
         for disk in &self.disks {
             let Some(way) = &disk.way else { bail!("{}", self.not_used(disk)) };
             match disk.state.tiered_ns {
-                Some(taken_ns) => drop(self.find_taken(disk, taken_ns)?),
+                Some(taken_ns) => {
+                    let (found, _) = self.find_taken(disk, taken_ns)?;
+                    found.refuse_elsewhere("its states are cloned")?;
+                }
                 None => drop(self.newer(disk)?),
             }
             let (changed, file) = self.clone_one(disk, way, dir, ending)?;
@@ -349,10 +354,8 @@ impl<'a> GuestDisks<'a> {
         file: &Path,
         name_there: String,
     ) -> Result<String> {
-        let (_, pin) = self.find_taken(disk, taken_ns)?;
-        let path = path_from_text(&disk.state.disk);
-        let found = repository_at(&path)?.context("it is gone")?;
-        clone_of(&pin, (&path, &found), file, true)?;
+        let (found, pin) = self.find_taken(disk, taken_ns)?;
+        clone_of(&pin, &found, file, true)?;
         let spec = DiskSpec {
             path: path_to_text(file),
             backing: Some(vec![path_to_text(&found.name)]),
