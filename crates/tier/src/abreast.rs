@@ -1,6 +1,5 @@
 //! Work for a repository that is far, several items at a time.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
@@ -21,17 +20,6 @@ pub(crate) fn each<T: Sync>(items: &[T], threads: usize, run: impl Fn(&T) -> boo
         }
         work();
     });
-}
-
-/// What `run` makes of each item, on so many threads at most.
-pub(crate) fn map<T: Sync, R: Send + Sync>(
-    items: &[T],
-    threads: usize,
-    run: impl Fn(&T) -> R + Sync,
-) -> Vec<R> {
-    let made: Vec<(&T, OnceLock<R>)> = items.iter().map(|item| (item, OnceLock::new())).collect();
-    each(&made, threads, |(item, made)| made.set(run(item)).is_ok());
-    made.into_iter().map(|(_, made)| made.into_inner().expect("each item was run")).collect()
 }
 
 /// What `there` makes on a thread of its own, and `here` on this one.

@@ -18,6 +18,8 @@ use std::cmp::Reverse;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use vmstrata_disk::{Disk, Error as DiskError, ErrorKind, Format, FrozenLayer, OpenOptions, Resources};
 use vmstrata_qcow2::create::{Places, Refcounts, first_cluster};
@@ -43,6 +45,9 @@ const UNIT: u64 = GEOMETRY.unit().size();
 const CLUSTERS_MAX: usize = (1 << 30) / size_of::<Cluster>();
 /// Host clusters that are tried for a guest cluster before it gets a new one.
 const TRIED_MAX: usize = 64;
+/// How long a merge that gives way rests, in times for which it worked, and between two looks whether it still has to.
+const RESTS: u32 = 15;
+const REST: Duration = Duration::from_millis(10);
 /// Host clusters written at once.
 const BATCH: usize = 8;
 /// L2 tables read, or runs of allocation asked for, before it is checked how many clusters there are.
@@ -61,7 +66,7 @@ pub fn ship_state(
     options: &OpenOptions,
     resources: &Arc<Resources>,
 ) -> Result<Object> {
-    ship_merged(repository, state, &[state], below, options, resources, &AtomicBool::new(false))
+    ship_merged(repository, state, &[state], below, options, resources, &MergeOrders::default())
 }
 
 /// Whether a frozen layer with tables says nothing: its disk was not written since the layer below.
@@ -71,6 +76,26 @@ pub fn ship_state(
 pub(crate) fn says_nothing(layer: &Path, resources: &Arc<Resources>) -> Result<bool> {
     let layer = FrozenLayer::open(layer, Some(Format::Qcow2), resources)?;
     Ok(!layer.has_tables(0, usize::MAX)?.contains(&true))
+}
+
+/// What the thread that writes a merged layer looks at.
+#[derive(Debug, Default)]
+pub struct MergeOrders {
+    /// It ends as soon as it can.
+    pub is_given_up: AtomicBool,
+    /// It rests most of the time: epochs are late, and need the wire.
+    pub gives_way: Arc<AtomicBool>,
+}
+
+impl MergeOrders {
+    /// Rests after so much work, if it is to.
+    fn give_way(&self, worked: Duration) {
+        let until = Instant::now() + worked * RESTS;
+        let rests = || self.gives_way.load(Ordering::Relaxed) && !self.is_given_up.load(Ordering::Relaxed);
+        while rests() && Instant::now() < until {
+            thread::sleep(REST);
+        }
+    }
 }
 
 /// As [`ship_state`], but several layers as one: `layers`, lowest first, say what has changed since the state of `below`, and bytes
@@ -88,7 +113,7 @@ pub fn ship_merged(
     below: Option<ObjectId>,
     options: &OpenOptions,
     resources: &Arc<Resources>,
-    is_given_up: &AtomicBool,
+    orders: &MergeOrders,
 ) -> Result<Object> {
     assert!(!layers.is_empty());
     let options = OpenOptions { read_only: true, ..options.clone() };
@@ -105,7 +130,7 @@ pub fn ship_merged(
     plan.pack();
     ship(repository, plan.zeros(), |shipment| {
         plan.write_tables(below, |bytes| shipment.put_tables(bytes))?;
-        plan.write_data(&disk, shipment, is_given_up)
+        plan.write_data(&disk, shipment, orders)
     })
 }
 
@@ -376,15 +401,16 @@ impl Plan {
     }
 
     /// Puts the host clusters.
-    fn write_data(&self, disk: &Disk, out: &mut Shipment, is_given_up: &AtomicBool) -> Result<()> {
+    fn write_data(&self, disk: &Disk, out: &mut Shipment, orders: &MergeOrders) -> Result<()> {
         let mut stored: Vec<&Cluster> =
             self.clusters.iter().filter(|cluster| cluster.states.allocated != 0).collect();
         stored.sort_by_key(|cluster| cluster.host);
         let batch_of = |cluster: &Cluster| cluster.host as usize / BATCH;
         for batch in stored.chunk_by(|one, next| batch_of(one) == batch_of(next)) {
-            if is_given_up.load(Ordering::Relaxed) {
+            if orders.is_given_up.load(Ordering::Relaxed) {
                 return Err(Error::GivenUp);
             }
+            let begun = Instant::now();
             let first = batch_of(batch[0]) * BATCH;
             let hosts = BATCH.min(self.counts.len() - first);
             let mut bytes = vec![0; hosts << CLUSTER.get()];
@@ -392,6 +418,7 @@ impl Plan {
                 disk.read(guest, &[Segment::from_mut(&mut bytes[place..place + len])])?;
             }
             out.put(&bytes)?;
+            orders.give_way(begun.elapsed());
         }
         Ok(())
     }

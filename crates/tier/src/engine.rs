@@ -21,6 +21,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -250,13 +251,13 @@ impl Engine {
         held: Held,
     ) -> Result<Self> {
         let Held { copy, mut publisher, pins, meter, merges, running } = held;
-        let is_direct = running.is_some();
+        let (is_direct, is_late) = (running.is_some(), Arc::<AtomicBool>::default());
         publisher.keep(options.epochs);
         let head = publisher.head();
         place.make_links()?;
         let open = |(place, open): (Place, &OpenOptions)| {
             point_at(&place, &head.epoch)?;
-            Member::new(place, running.clone(), open, resources, merges.clone())
+            Member::new(place, running.clone(), open, resources, (merges.clone(), is_late.clone()))
         };
         let members = place.members().into_iter().zip(opens).map(open).collect::<Result<Vec<_>>>()?;
         let disks: Vec<Arc<Disk>> = members.iter().map(|member| member.disk.clone()).collect();
@@ -278,6 +279,7 @@ impl Engine {
             sizes,
             dirty: unknown_since(cuts.is_torn() || disks.iter().any(|disk| disk.has_written())),
             pending: unknown_since(!cuts.above(head.epoch.number).is_empty()),
+            is_late: is_late.clone(),
         };
         let holds_flushes = options.durability != DurableAt::Host || options.on_outage == OnOutage::Stall;
         let window = Window::new(options, publisher.repository().device(), &disks, begin);

@@ -83,7 +83,7 @@ pub use branch::Branch;
 pub use cache::{CACHE_BYTES_MIN, Cache, CacheUse};
 pub use cached_files::{CachedFiles, LayerDirectory, ReadThrough};
 pub use copies::{attach_image, revert, take_over};
-pub use dense::{ship_merged, ship_state};
+pub use dense::{MergeOrders, ship_merged, ship_state};
 pub use detach::Detach;
 pub use elsewhere::{DiskAddress, Elsewhere, RepositoryAddress, fetch};
 pub use error::{Error, Result};

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use vmstrata_disk::merge::{Merge, MergeOptions, Selection};
 use vmstrata_disk::{Disk, OpenOptions, Resources};
@@ -26,7 +27,8 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// The disk with its layers on this host, which is opened unless it is in use already. `merges` is the repository, for merges of its layers.
+    /// The disk with its layers on this host, which is opened unless it is in use already. `merges` is the repository, for merges of its layers,
+    /// which give way while epochs are late.
     ///
     /// # Errors
     /// Whatever the host reports.
@@ -35,7 +37,7 @@ impl Member {
         running: Option<Arc<Disk>>,
         open: &OpenOptions,
         resources: &Arc<Resources>,
-        merges: Arc<dyn Repository>,
+        (merges, is_late): (Arc<dyn Repository>, Arc<AtomicBool>),
     ) -> Result<Self> {
         let open = open_options(&place, open);
         let disk = running.map_or_else(|| Disk::open(&place.disk(), &open, resources), Ok)?;
@@ -44,6 +46,7 @@ impl Member {
             place: place.clone(),
             open: open.clone(),
             resources: resources.clone(),
+            is_late,
         });
         Ok(Self { place, disk, merger, open, resources: resources.clone() })
     }

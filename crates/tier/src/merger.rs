@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use vmstrata_disk::{OpenOptions, Resources};
 use vmstrata_repo::Repository;
 
-use crate::dense::ship_merged;
+use crate::dense::{MergeOrders, ship_merged};
 use crate::error::{Error, Result};
 use crate::head::{Object, ObjectId};
 use crate::merge::Merge;
@@ -34,6 +34,8 @@ pub(crate) struct Ground {
     pub(crate) place: Place,
     pub(crate) open: OpenOptions,
     pub(crate) resources: Arc<Resources>,
+    /// Whether epochs are late.
+    pub(crate) is_late: Arc<AtomicBool>,
 }
 
 /// A layer that is being written.
@@ -41,7 +43,7 @@ pub(crate) struct Ground {
 struct Writing {
     /// How many it holds.
     layers: usize,
-    is_given_up: Arc<AtomicBool>,
+    orders: Arc<MergeOrders>,
     thread: JoinHandle<Result<Object>>,
 }
 
@@ -52,14 +54,14 @@ struct Work {
     layers: Vec<PathBuf>,
     below: Option<ObjectId>,
     state: PathBuf,
-    is_given_up: Arc<AtomicBool>,
+    orders: Arc<MergeOrders>,
 }
 
 impl Work {
     fn run(&self) -> Result<Object> {
         let Ground { repository, open, resources, .. } = &*self.ground;
         let layers: Vec<_> = self.layers.iter().map(PathBuf::as_path).collect();
-        ship_merged(&**repository, &self.state, &layers, self.below, open, resources, &self.is_given_up)
+        ship_merged(&**repository, &self.state, &layers, self.below, open, resources, &self.orders)
     }
 }
 
@@ -108,20 +110,23 @@ impl Merger {
                 below: merge.below(),
                 state,
                 ground: self.ground.clone(),
-                is_given_up: Arc::default(),
+                orders: Arc::new(MergeOrders {
+                    gives_way: self.ground.is_late.clone(),
+                    ..MergeOrders::default()
+                }),
             };
             let layers = left.len();
             let before = std::mem::replace(&mut self.merged, bytes);
             // Else a disk that is cut all the time, or written as fast as it is merged, would never be done.
             if merge.results().is_empty() || (LITTLE..before).contains(&bytes) {
                 tracing::info!(repository = %self.ground.place.repository_name().display(), layers, bytes, "merging layers");
-                let is_given_up = work.is_given_up.clone();
+                let orders = work.orders.clone();
                 let thread = std::thread::Builder::new().name("tier merge".into()).spawn(move || work.run());
                 let thread = thread.map_err(Error::of_file(
                     &self.ground.place.repository,
                     "start the thread that merges it",
                 ))?;
-                self.writing = Some(Writing { layers, is_given_up, thread });
+                self.writing = Some(Writing { layers, orders, thread });
                 return Ok(None);
             }
             merge.merged(layers, work.run()?);
@@ -133,8 +138,8 @@ impl Merger {
     pub(crate) fn give_up(&mut self) -> Vec<ObjectId> {
         let mut results: Vec<Object> =
             self.merge.take().map_or_else(Vec::new, |merge| merge.results().to_vec());
-        if let Some(Writing { is_given_up, thread, .. }) = self.writing.take() {
-            is_given_up.store(true, Ordering::Relaxed);
+        if let Some(Writing { orders, thread, .. }) = self.writing.take() {
+            orders.is_given_up.store(true, Ordering::Relaxed);
             results.extend(thread.join().into_iter().flatten());
         }
         results.into_iter().map(|object| object.id).collect()

@@ -6,7 +6,6 @@ use vmstrata_repo::Repository;
 use vmstrata_store::Planted;
 use vmstrata_store::proc::host_name;
 
-use crate::abreast::map;
 use crate::error::{Error, Result};
 use crate::head::{Epoch, EpochNumber, Head, OwnerId, PinId, as_text};
 use crate::look::{Heads, Look, newest, read, read_head};
@@ -14,8 +13,6 @@ use crate::object::Shipment;
 use crate::sealed::{seal, unseal};
 
 const VERSION: u32 = 1;
-/// Pins that are read at a time.
-const AT_ONCE: usize = 8;
 /// The most bytes of text that say who reads.
 const WHO_MAX: usize = 1000;
 
@@ -169,8 +166,7 @@ impl Pin {
     /// # Errors
     /// As [`Pin::read`].
     pub fn all(repository: &dyn Repository) -> Result<Vec<Self>> {
-        let ids: Vec<PinId> = Look::any(repository)?.pins().collect();
-        map(&ids, AT_ONCE, |id| Self::read(repository, *id)).into_iter().collect()
+        Look::any(repository)?.pins().map(|id| Self::read(repository, id)).collect()
     }
 
     /// Takes the pin away. Its state may then be deleted.

@@ -16,6 +16,7 @@
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -65,6 +66,8 @@ pub(crate) struct Window {
     options: TierOptions,
     /// What the repository lies on.
     device: DeviceId,
+    /// Whether the oldest write is older than the window, when it was looked last.
+    is_late: Arc<AtomicBool>,
     state: Mutex<State>,
 }
 
@@ -111,6 +114,8 @@ pub(crate) struct Begin {
     /// When the oldest writes came in of which no epoch has any, and of epochs that are not published.
     pub(crate) dirty: Option<Moment>,
     pub(crate) pending: Option<Moment>,
+    /// See [`Window`].
+    pub(crate) is_late: Arc<AtomicBool>,
 }
 
 /// Bytes that guests have written.
@@ -141,6 +146,10 @@ impl State {
         self.pending.or(self.dirty)
     }
 
+    fn is_late(&self, window: Duration) -> bool {
+        self.oldest().is_some_and(|oldest| oldest.at.elapsed() > window)
+    }
+
     fn is_held(&self) -> bool {
         self.held_until.is_some_and(|until| Instant::now() < until.at)
     }
@@ -148,7 +157,7 @@ impl State {
 
 impl Window {
     pub(crate) fn new(options: TierOptions, device: DeviceId, disks: &[Arc<Disk>], begin: Begin) -> Self {
-        let Begin { title, sizes, dirty, pending } = begin;
+        let Begin { title, sizes, dirty, pending, is_late } = begin;
         let state = State {
             looked: Moment::now(),
             dirty,
@@ -164,7 +173,7 @@ impl Window {
             unpublished_bytes: 0,
             pace: Pace::Free,
         };
-        Self { title, options, device, state: Mutex::new(state) }
+        Self { title, options, device, is_late, state: Mutex::new(state) }
     }
 
     pub(crate) fn options(&self) -> &TierOptions {
@@ -181,6 +190,7 @@ impl Window {
         }
         let active =
             disks.iter().filter(|_| state.dirty.is_some()).map(|disk| stored(disk.path())).sum::<u64>();
+        self.is_late.store(state.is_late(self.options.window), Ordering::Relaxed);
         state.unpublished_bytes = state.files.iter().map(|file| stored(file)).sum::<u64>() + active;
         state.unpublished_bytes
     }
@@ -276,8 +286,7 @@ impl Window {
     pub(crate) fn holds_flushes(&self) -> bool {
         let is_late = || {
             let state = self.state.lock();
-            let is_old = |oldest: Moment| oldest.at.elapsed() > self.options.window;
-            state.oldest().is_some_and(is_old) && !state.is_held()
+            state.is_late(self.options.window) && !state.is_held()
         };
         match (self.options.durability, self.options.on_outage) {
             (DurableAt::Repository, _) => true,

@@ -91,7 +91,7 @@ fn what_cannot_be_attached_is_refused_and_stays_as_it_is() {
     let on_base = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", path_str(&base), path_str(&path)];
     qemu_img(&on_base);
     let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();
-    let refused = begin(&disk, &path, tier.path(), &resources).err().expect("it is refused").to_string();
+    let refused = begin(&disk, &path, tier.path(), &resources).unwrap_err().to_string();
     assert!(refused.contains("flatten the image first"), "{refused}");
     disk.close().unwrap();
     drop(disk);
@@ -99,7 +99,7 @@ fn what_cannot_be_attached_is_refused_and_stays_as_it_is() {
 
     let disk = Disk::open(&base, &OpenOptions::default(), &resources).unwrap();
     let tiered = finish(begin(&disk, &base, tier.path(), &resources).unwrap());
-    let refused = begin(&disk, &base, tier.path(), &resources).err().expect("it is refused").to_string();
+    let refused = begin(&disk, &base, tier.path(), &resources).unwrap_err().to_string();
     assert!(refused.contains("is not in the repository") || refused.contains("another process"), "{refused}");
     write(&disk, place(1), &block(1)).unwrap();
     sync(&tiered).unwrap();

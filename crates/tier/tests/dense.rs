@@ -7,7 +7,6 @@ use std::fs;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use common::stock::{assert_clean, path_str, qemu_img, qemu_io};
 use common::{for_seeds, scratch};
@@ -16,9 +15,9 @@ use rand::{Rng as _, SeedableRng as _};
 use tempfile::TempDir;
 use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
 use vmstrata_repo::{DirectoryRepository, Repository as _};
-use vmstrata_tier::{Merge, Object, ObjectId, adopt, is_object_name, ship, ship_merged, ship_state};
-
-static NOT_GIVEN_UP: AtomicBool = AtomicBool::new(false);
+use vmstrata_tier::{
+    Merge, MergeOrders, Object, ObjectId, adopt, is_object_name, ship, ship_merged, ship_state,
+};
 
 /// Local layers, base first, and the repository to which they are shipped.
 struct Fixture {
@@ -83,7 +82,7 @@ impl Fixture {
             merge.below(),
             &options,
             &self.resources,
-            &NOT_GIVEN_UP,
+            &MergeOrders::default(),
         )
         .unwrap();
         merge.merged(left.len(), result);
