@@ -24,7 +24,7 @@ const COPIES: u8 = 3;
 /// Bytes read back at a time.
 const PIECE: u64 = 1 << 20;
 /// Bytes after which what was written until then is read back, if the repository can do that.
-const STRETCH: u64 = 32 << 20;
+const STRETCH: u64 = 16 << 20;
 /// Chunks of a piece.
 const PIECE_CHUNKS: usize = (PIECE / CHUNK) as usize;
 /// Blocks of zeros take no room where the repository is a directory.

@@ -17,8 +17,8 @@ use anyhow::{Context, Result, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
-/// Of a link, each way.
-pub const WIRE_BYTES_PER_S: f64 = 125e6;
+/// What a link carries of payload, each way: 1 Gbit/s less the headers of TCP, IP and Ethernet.
+pub const WIRE_BYTES_PER_S: f64 = 125e6 * 1448.0 / 1514.0;
 /// How names of namespaces begin; then comes the number of the process that made them.
 const PREFIX: &str = "vmstrata-";
 const NAMESPACES: &str = "/run/netns";
