@@ -56,14 +56,14 @@ pub(super) fn take_over(stage: &Stage<'_>, report: &mut Report) -> Result<()> {
 pub(super) fn outage(stage: &Stage<'_>, report: &mut Report) -> Result<()> {
     let options = stage.options;
     let image = full(options.size, Kind::Vmstrata, &stage.dir.join("outage"))?;
-    let mut side = stage.host(1, &image, "outage", (options.window, false))?;
+    let mut side = stage.host(1, &image, "outage", (options.short_window, false))?;
     let (mut rates, mut errors) = (Vec::new(), 0);
     for round in 0..options.rounds {
-        let load = random_writes(round.into(), 8, false, options.window + options.outage);
+        let load = random_writes(round.into(), 8, false, options.short_window + options.outage);
         let client = &mut side.client;
         thread::scope(|scope| -> Result<()> {
             let guest = scope.spawn(move || client.run(&load));
-            thread::sleep(options.window);
+            thread::sleep(options.short_window);
             stage.nas.crash()?;
             errors += usize::from(guest.join().expect("no panic").is_err());
             Ok(())
@@ -87,7 +87,7 @@ pub(super) fn outage(stage: &Stage<'_>, report: &mut Report) -> Result<()> {
 pub(super) fn restart(stage: &Stage<'_>, report: &mut Report) -> Result<()> {
     let options = stage.options;
     let image = full(options.size, Kind::Vmstrata, &stage.dir.join("restart"))?;
-    let start = || stage.host(1, &image, "restart", (options.window, false));
+    let start = || stage.host(1, &image, "restart", (options.short_window, false));
     let (mut times, mut left) = (Vec::new(), Vec::new());
     let mut side = start()?;
     for round in 0..options.rounds {
