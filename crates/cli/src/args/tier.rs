@@ -123,7 +123,7 @@ pub struct TierAttachArgs {
     pub tier: PathBuf,
     /// Other keys of the disk that go with tier, as in `serve --disk`: window=10,on-outage=stall
     #[arg(long, value_name = "KEY=VALUE,...", value_parser = parse_tier_keys)]
-    pub with: Option<DiskSpec>,
+    pub with: Option<Box<DiskSpec>>,
     /// Bytes of the image that are read in a second at most, as in 50M
     #[arg(long, value_name = "SIZE", value_parser = super::job::limit)]
     pub limit: Option<u64>,
@@ -139,7 +139,7 @@ pub struct TierAttachArgs {
 }
 
 /// The disk's path and tier are said elsewhere.
-fn parse_tier_keys(text: &str) -> anyhow::Result<DiskSpec> {
+fn parse_tier_keys(text: &str) -> anyhow::Result<Box<DiskSpec>> {
     let spec = parse_api_disk(format!("path=disk,tier=dir,{text}"))?;
     let DiskSpec { window, epochs, on_missing, on_outage, outage_bytes, durability, path, tier, .. } =
         spec.clone();
@@ -156,7 +156,7 @@ fn parse_tier_keys(text: &str) -> anyhow::Result<DiskSpec> {
     };
     anyhow::ensure!(spec == known, "only keys that go with tier, and neither group nor repository");
     vmstrata_server::spec::DiskSpec::try_from(spec.clone())?;
-    Ok(spec)
+    Ok(Box::new(spec))
 }
 
 /// `vmstrata tier pins`

@@ -163,7 +163,7 @@ fn status(args: &TierDiskArgs) -> Result<()> {
 
 fn attach(args: &TierAttachArgs) -> Result<()> {
     let tier = std::path::absolute(&args.tier)?;
-    let keys = args.with.clone().unwrap_or_default();
+    let keys = args.with.as_deref().cloned().unwrap_or_default();
     if let Some(live) = Live::find(slice::from_ref(&args.disk), &args.server)? {
         let asked = JobSpec::TierAttach {
             disk: live.name().to_owned(),
