@@ -22,7 +22,7 @@ use crate::attach::{check_image, lead_to, name_in_repository, seal};
 use crate::copies::{active_layer, hold, open_options};
 use crate::engine::Held;
 use crate::error::{Error, Result};
-use crate::head::{DiskState, Epoch, EpochNumber};
+use crate::head::{DiskState, Epoch, EpochNumber, ObjectId};
 use crate::meter::Meter;
 use crate::metered::Metered;
 use crate::object::Adoption;
@@ -44,10 +44,13 @@ pub struct Attaching {
     publisher: Publisher,
     meter: Arc<Meter>,
     merges: Arc<dyn Repository>,
-    adoption: Adoption,
-    /// What was frozen, and when.
+    /// The image, as it is called in the repository, and how far it is read.
+    layer: ObjectId,
+    adoption: Option<Adoption>,
+    /// The disk's size when it moved, and when that was.
     size: u64,
     time_ns: u64,
+    /// Bytes of the image when it began to move.
     total: u64,
     /// Keeps what the copy stands on, once that is published.
     pin: Option<Pin>,
@@ -87,7 +90,8 @@ impl Attaching {
             return Err(refused("it is published already"));
         }
         let layer = name_in_repository(place)?;
-        let size = disk.size();
+        let about = fs::metadata(place.layer(layer)).map_err(Error::of_file(&place.path, "examine"))?;
+        let (size, total) = (disk.size(), about.len());
         let to =
             NewHome { overlay: place.disk(), frozen: place.layer(layer), options: open_options(place, open) };
         let moved = create_on(&to.overlay, &active_layer(place, layer, size, open), &*place.opener())
@@ -101,12 +105,14 @@ impl Attaching {
             }
             return Err(error);
         }
+        // The disk has moved: from here on nothing fails.
         let time_ns = now_ns();
-        disk.finalize()?;
-        let adoption = Adoption::begin(&**publisher.repository(), layer)?;
+        // What fails is counted: the layer then goes without an index.
+        let _ = disk.finalize();
         Ok(Self {
-            total: adoption.left(),
-            adoption,
+            total,
+            layer,
+            adoption: None,
             place: place.clone(),
             options,
             open: open.clone(),
@@ -140,7 +146,7 @@ impl Attaching {
 
     /// Bytes of the image, and those of them that are left to be read.
     pub fn bytes(&self) -> (u64, u64) {
-        (self.total, self.adoption.left())
+        (self.total, self.adoption.as_ref().map_or(self.total, Adoption::left))
     }
 
     /// Reads so many bytes more of the image, at most; returns how many.
@@ -148,7 +154,10 @@ impl Attaching {
     /// # Errors
     /// What the repository reports. It can be tried again.
     pub fn read(&mut self, most: u64) -> Result<u64> {
-        self.adoption.read(most)
+        if self.adoption.is_none() {
+            self.adoption = Some(Adoption::begin(&**self.publisher.repository(), self.layer)?);
+        }
+        self.adoption.as_mut().expect("made above").read(most)
     }
 
     /// Publishes the first epoch, once all is read.
@@ -160,7 +169,8 @@ impl Attaching {
     /// Before all is read.
     pub fn publish(&mut self) -> Result<()> {
         if self.publisher.head().epoch.number == EpochNumber::NONE {
-            let object = self.adoption.finish(&**self.publisher.repository())?;
+            let read = self.adoption.as_ref().expect("all is read");
+            let object = read.finish(&**self.publisher.repository())?;
             let state = DiskState { name: self.place.name(), size: self.size, objects: vec![object] };
             let number = EpochNumber::NONE.next();
             let published =

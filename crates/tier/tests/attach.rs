@@ -106,6 +106,26 @@ fn what_cannot_be_attached_is_refused_and_stays_as_it_is() {
     assert!(tiered.stop(soon()));
 }
 
+/// The disk has moved by then, and must not be where nobody knows of it.
+#[test]
+fn a_repository_that_fails_once_the_disk_has_moved_is_tried_again() {
+    let (nas, tier) = (scratch(), scratch());
+    let (path, resources) = (image(nas.path()), small_resources(None));
+    let disk = Disk::open(&path, &OpenOptions::default(), &resources).unwrap();
+    write(&disk, place(1), &block(1)).unwrap();
+    let mut attaching = begin(&disk, &path, tier.path(), &resources).unwrap();
+    let layer = disk.layers()[0].path.clone();
+    let away = layer.with_extension("away");
+    fs::rename(&layer, &away).unwrap();
+    assert!(attaching.read(1 << 20).is_err() && attaching.bytes().1 > 0);
+    write(&disk, place(2), &block(2)).unwrap();
+    fs::rename(&away, &layer).unwrap();
+    let tiered = finish(attaching);
+    sync(&tiered).unwrap();
+    assert_eq!(writes_of(&published(&newest_of(&path), &path)), 2);
+    assert!(tiered.stop(soon()));
+}
+
 /// The host that takes it over has it as it was when it moved.
 #[test]
 fn a_host_that_dies_while_it_attaches_a_disk_is_followed_by_another() {
