@@ -113,9 +113,9 @@ const TRAPPED: [i64; 50] = [
 /// On a kernel without seccomp.
 pub fn begin() {
     HERE.is_simulated.set(true);
-    // For another arena, malloc asks how many processors there are, by a call that cannot be answered inside the simulator.
+    // After so many arenas, malloc asks how many processors there are, by a call that cannot be answered inside the simulator.
     // SAFETY: no pointers.
-    assert_eq!(unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) }, 1);
+    assert_eq!(unsafe { libc::mallopt(libc::M_ARENA_TEST, i32::MAX) }, 1);
     // SAFETY: room for the key.
     assert_eq!(unsafe { libc::pthread_key_create(HERE.ends.as_ptr(), Some(end_task)) }, 0);
     // SAFETY: plain data, for which zeros are valid.
