@@ -14,7 +14,7 @@ use vmstrata_store::{
 };
 
 use crate::atomic_file::{PRIVATE, sync_directory};
-use crate::error::{IoContext as _, Result};
+use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::names::{is_published, sidecar_of};
 
 /// What a file is opened for.
@@ -109,9 +109,7 @@ impl Opener for LocalFiles {
         let written =
             |lock| FileOptions { access: Access::ReadWrite, lock: Some(lock), ..FileOptions::FROZEN };
         if is_published(path) && matches!(role, Role::Active(_) | Role::Indexed | Role::CopiedInto) {
-            let why = "it is a published layer of a tiered disk, which never changes";
-            let refused = io::Error::new(io::ErrorKind::ReadOnlyFilesystem, why);
-            return Err(refused).while_trying("open it for writing").map_err(|error| error.in_file(path));
+            return Err(Error::from(ErrorKind::Published).in_file(path));
         }
         let options = match role {
             Role::Active(cache) => FileOptions { cache, ..FileOptions::ACTIVE },

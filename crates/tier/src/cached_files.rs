@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
-use vmstrata_disk::{IoContext as _, LocalFiles, Opened, Opener, Role, SIDECAR};
+use vmstrata_disk::{ErrorKind, IoContext as _, LocalFiles, Opened, Opener, Role, SIDECAR};
 use vmstrata_repo::Repository;
 use vmstrata_store::{FileIdentity, Gate};
 
@@ -128,10 +128,10 @@ impl Opener for CachedFiles {
         let Some((Layer { remote, object }, _)) = self.layer(path, gate)? else {
             return LocalFiles.open(path, role, gate);
         };
-        let opened = match role {
-            Role::Frozen | Role::Inspected => remote.layer(&object).map_err(io::Error::other),
-            _ => Err(io::Error::from(io::ErrorKind::ReadOnlyFilesystem)),
-        };
+        if !matches!(role, Role::Frozen | Role::Inspected) {
+            return Err(vmstrata_disk::Error::from(ErrorKind::Published).in_file(path));
+        }
+        let opened = remote.layer(&object).map_err(io::Error::other);
         let layer = opened.while_trying("open a layer of a repository").map_err(|e| e.in_file(path))?;
         Ok(Opened { store: Arc::new(layer), identity: identity_of(&object) })
     }

@@ -135,6 +135,9 @@ pub enum ErrorKind {
         /// An image that names it as its backing file.
         image: std::path::PathBuf,
     },
+    /// A file that is to be written.
+    #[error("it is a published layer of a tiered disk, which never changes")]
+    Published,
     /// A file that is to be written, and that only leads to what a tiered disk has published.
     #[error(
         "it is the path of a tiered disk, whose newest writes are elsewhere: serve it with its key tier=DIR; on another host, take it over first (`vmstrata tier takeover`)"

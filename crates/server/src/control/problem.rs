@@ -125,7 +125,15 @@ fn classify_tier(error: &vmstrata_tier::Error) -> (u16, &'static str) {
         Error::NameTaken { .. } => (409, "name-taken"),
         Error::TooManyPending { .. } => (503, "crowded"),
         Error::Held { .. } => (409, "file-in-use"),
-        Error::NotAttachable { .. } | Error::Foreign { .. } | Error::NotHeld { .. } => (422, "invalid"),
+        Error::NoState { .. } => (404, "no-such-snapshot"),
+        Error::NotAttachable { .. }
+        | Error::Foreign { .. }
+        | Error::NotHeld { .. }
+        | Error::Unnamable(_)
+        | Error::NoGroup { .. }
+        | Error::Incomplete { .. }
+        | Error::OtherDisk { .. }
+        | Error::Detached { .. } => (422, "invalid"),
         _ => (500, "tier"),
     }
 }
@@ -166,7 +174,7 @@ fn classify_engine(error: &vmstrata_disk::Error) -> (u16, &'static str) {
         | ErrorKind::MarkedCorrupt
         | ErrorKind::Changed => (422, "damaged"),
         ErrorKind::Loop { .. } | ErrorKind::TooLong | ErrorKind::TooLarge { .. } => (422, "chain"),
-        ErrorKind::ReadOnly => (409, "read-only"),
+        ErrorKind::ReadOnly | ErrorKind::Published | ErrorKind::TieredPath => (409, "read-only"),
         ErrorKind::IsBase { .. } => (409, "stood-on"),
         ErrorKind::Failed { .. } => (500, "failed"),
         ErrorKind::Closed => (409, "busy"),
