@@ -113,9 +113,12 @@ const TRAPPED: [i64; 50] = [
 /// On a kernel without seccomp.
 pub fn begin() {
     HERE.is_simulated.set(true);
-    // After so many arenas, malloc asks how many processors there are, by a call that cannot be answered inside the simulator.
-    // SAFETY: no pointers.
-    assert_eq!(unsafe { libc::mallopt(libc::M_ARENA_TEST, i32::MAX) }, 1);
+    // Calls of malloc's own, in threads that the simulator does not know yet or any more, cannot be answered: how many processors there are
+    // it asks for one arena too many, and before it gives memory back, how much may be promised.
+    for option in [libc::M_ARENA_TEST, libc::M_TRIM_THRESHOLD] {
+        // SAFETY: no pointers.
+        assert_eq!(unsafe { libc::mallopt(option, i32::MAX) }, 1);
+    }
     // SAFETY: room for the key.
     assert_eq!(unsafe { libc::pthread_key_create(HERE.ends.as_ptr(), Some(end_task)) }, 0);
     // SAFETY: plain data, for which zeros are valid.
