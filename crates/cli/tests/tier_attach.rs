@@ -1,4 +1,4 @@
-//! Images become tiered disks: while their guests use them, or before somebody serves them.
+//! `vmstrata tier attach` of disks in use, and of images without a server.
 
 mod support;
 
@@ -6,7 +6,7 @@ use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use support::http::ask;
 use support::server::Server;
 use support::{Images, assert_clean, run_err, run_ok, tool_ok, vmstrata, wait_until};
@@ -37,6 +37,11 @@ impl Nas {
 
     fn tier(&self) -> String {
         self.images.name("host")
+    }
+
+    /// A request for a job that runs until it is stopped.
+    fn attach_slowly(&self) -> Value {
+        json!({ "kind": "tier_attach", "disk": "web", "tier": self.tier(), "bytes_per_second": 1 << 20 })
     }
 
     fn model(&self, command: &str) {
@@ -136,9 +141,8 @@ fn a_server_that_is_killed_while_it_attaches_a_disk_is_followed_by_one_that_goes
     let server = nas.serve("");
     let mut guest = Guest::new(&server);
     guest.write(&nas, "-P 1 0 1M");
-    let asked =
-        json!({ "kind": "tier_attach", "disk": "web", "tier": nas.tier(), "bytes_per_second": 1 << 20 });
-    let post = |asked: &serde_json::Value| ask(&server.control(), "POST", "/v1/jobs", &asked.to_string());
+    let asked = nas.attach_slowly();
+    let post = |asked: &Value| ask(&server.control(), "POST", "/v1/jobs", &asked.to_string());
     assert_eq!(post(&asked).status, 201);
     guest.write(&nas, "-P 2 1M 1M");
     let shown = server.ask_ok(["tier", "status", "web"]);
@@ -169,8 +173,7 @@ fn a_job_that_was_cancelled_goes_on_when_it_is_asked_for_again() {
     fs::copy(&nas.model, &nas.path).unwrap();
     let server = nas.serve("");
     let mut guest = Guest::new(&server);
-    let asked =
-        json!({ "kind": "tier_attach", "disk": "web", "tier": nas.tier(), "bytes_per_second": 1 << 20 });
+    let asked = nas.attach_slowly();
     let job = ask(&server.control(), "POST", "/v1/jobs", &asked.to_string()).json()["id"].clone();
     server.ask_ok(["job", "cancel", &job.to_string()]);
     let state = || ask(&server.control(), "GET", &format!("/v1/jobs/{job}"), "").json()["state"].clone();

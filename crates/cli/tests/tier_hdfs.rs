@@ -224,7 +224,7 @@ fn what_needs_a_directory_is_refused_by_name(far: &Far) {
 fn publish(repository: &Arc<dyn Repository>, claim: Claim) -> Vec<Head> {
     let mut publisher = Publisher::claim(repository.clone(), OwnerId::draw(), claim).unwrap();
     let mut heads = vec![publisher.head().clone()];
-    // Ends even if nobody takes the disk over.
+    // Ends without a take-over, too.
     for _ in 0..20 {
         let objects = vec![ship(&**repository, 0, |shipment| shipment.put(b"layer")).unwrap()];
         let disks = vec![DiskState { name: "web.qcow2".to_owned(), size: 4096, objects }];

@@ -38,7 +38,6 @@ use crate::loading::{Chain, freeze, read_chain};
 use crate::maintenance::Maintained;
 use crate::names::leads_to_own_repository;
 use crate::observer::{Durability, Hooks, IoObserver};
-use crate::refs::back_refs;
 use crate::request::{Op, Request};
 use crate::resources::Resources;
 use crate::stats::{DiskStats, StatsSet};
@@ -135,9 +134,7 @@ impl Disk {
             return Err(error);
         }
         if !options.read_only {
-            let layers = disk.layers_now();
-            let below = layers.frozen.iter().flat_map(|map| map.layers()).map(|layer| &*layer.path);
-            back_refs::record_chain(path, below.chain([path]));
+            disk.record_chain();
         }
         Ok(disk)
     }

@@ -103,10 +103,10 @@ pub(crate) struct Moved {
 impl Moved {
     /// Of a disk of which nothing is published.
     pub(crate) fn find(place: &Place) -> Result<Option<Self>> {
-        if place.elsewhere.is_some() || !is_overlay_of(place)? {
+        if place.elsewhere.is_some() {
             return Ok(None);
         }
-        let head = probe_layer(&place.path, None)?;
+        let Some(head) = overlay_of(place)? else { return Ok(None) };
         let layer = head.backing_name.as_deref().and_then(id_of);
         let size = head.header.map(|header| header.size);
         let about = fs::metadata(&place.path).map_err(Error::of_file(&place.path, "examine"))?;
@@ -234,10 +234,16 @@ pub(crate) fn check_own(place: &Place, epoch: &Epoch) -> Result<()> {
 /// # Errors
 /// A file that cannot be read.
 pub(crate) fn is_overlay_of(place: &Place) -> Result<bool> {
+    Ok(overlay_of(place)?.is_some())
+}
+
+/// The header of such an overlay.
+fn overlay_of(place: &Place) -> Result<Option<LayerHead>> {
     let head = probe_layer(&place.path, None)?;
     let directory = place.repository.file_name().map(Path::new);
     let below = head.backing_name.as_ref().and_then(|name| Path::new(name).parent());
-    Ok(below.is_some() && below == directory)
+    let is_overlay = below.is_some() && below == directory;
+    Ok(is_overlay.then_some(head))
 }
 
 /// Whether an ordinary image has taken the place of the disk's path: the one with this inode, which does not stand on the

@@ -24,7 +24,7 @@ use crate::engine::Held;
 use crate::error::{Error, Result};
 use crate::head::{DiskState, Epoch, EpochNumber, ObjectId};
 use crate::meter::Meter;
-use crate::metered::Metered;
+use crate::metered::Watched;
 use crate::object::Adoption;
 use crate::pin::Pin;
 use crate::place::{Copy, Place};
@@ -80,12 +80,8 @@ impl Attaching {
             return Err(refused("a disk in use can be published alone, in a directory beside it"));
         }
         check_image(&place.path)?;
-        let meter = Arc::new(Meter::new());
-        let mut unwatched = None;
-        let (copy, publisher) = hold(place, |repository| {
-            unwatched = Some(Metered::new(repository.clone(), options.wire.clone(), Arc::new(Meter::new())));
-            Arc::new(Metered::new(repository, options.wire.clone(), meter.clone()))
-        })?;
+        let mut watched = Watched::new(&options.wire);
+        let (copy, publisher) = hold(place, |repository| watched.of(repository))?;
         if publisher.head().epoch.number != EpochNumber::NONE {
             return Err(refused("it is published already"));
         }
@@ -120,8 +116,8 @@ impl Attaching {
             disk: disk.clone(),
             copy,
             publisher,
-            meter,
-            merges: Arc::new(unwatched.expect("claimed")),
+            merges: watched.merges(),
+            meter: watched.meter,
             size,
             time_ns,
             pin: None,

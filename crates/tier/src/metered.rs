@@ -19,6 +19,35 @@ const STRETCH: [u64; 3] = [8 << 20, 4 << 20, 64 << 20];
 /// How long that may take.
 const STRETCH_SECONDS: f64 = 2.0;
 
+/// A repository as an engine and its merges use it. What merges move says nothing of the epoch that is shipped.
+pub(crate) struct Watched {
+    wire: Arc<Wire>,
+    /// Of what is shipped.
+    pub(crate) meter: Arc<Meter>,
+    merges: Option<Arc<dyn Repository>>,
+}
+
+impl Watched {
+    pub(crate) fn new(wire: &Arc<Wire>) -> Self {
+        Self { wire: Arc::clone(wire), meter: Arc::new(Meter::new()), merges: None }
+    }
+
+    /// The repository for epochs.
+    pub(crate) fn of(&mut self, repository: Arc<dyn Repository>) -> Arc<dyn Repository> {
+        let metered = |repository, meter| Arc::new(Metered::new(repository, Arc::clone(&self.wire), meter));
+        self.merges = Some(metered(Arc::clone(&repository), Arc::new(Meter::new())));
+        metered(repository, Arc::clone(&self.meter))
+    }
+
+    /// The same for merges.
+    ///
+    /// # Panics
+    /// Before there is one.
+    pub(crate) fn merges(&self) -> Arc<dyn Repository> {
+        Arc::clone(self.merges.as_ref().expect("a repository that was claimed"))
+    }
+}
+
 /// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Metered {

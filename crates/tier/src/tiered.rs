@@ -13,8 +13,7 @@ use vmstrata_repo::Repository;
 use crate::copies::{Claimed, claim};
 use crate::engine::{Engine, Held, Orders, Shared};
 use crate::error::{Error, Result};
-use crate::meter::Meter;
-use crate::metered::Metered;
+use crate::metered::Watched;
 use crate::pending::{CutState, PendingSnapshot};
 use crate::place::Place;
 use crate::remote::Remote;
@@ -60,14 +59,10 @@ impl Tiered {
         resources: &Arc<Resources>,
     ) -> Result<(Vec<Arc<Disk>>, Self)> {
         assert_eq!(opens.len(), place.members().len(), "{place}: one for each disk");
-        let meter = Arc::new(Meter::new());
-        let mut unwatched = None;
-        let Claimed { copy, publisher, pins } = claim(place, opens, resources, |repository| {
-            // What merges move says nothing of the epoch that is shipped.
-            unwatched = Some(Metered::new(repository.clone(), options.wire.clone(), Arc::new(Meter::new())));
-            Arc::new(Metered::new(repository, options.wire.clone(), meter.clone()))
-        })?;
-        let merges = Arc::new(unwatched.expect("claimed"));
+        let mut watched = Watched::new(&options.wire);
+        let Claimed { copy, publisher, pins } =
+            claim(place, opens, resources, |repository| watched.of(repository))?;
+        let (merges, meter) = (watched.merges(), watched.meter);
         let held = Held { copy, publisher, pins, meter, merges, running: None };
         Self::run(place, options, opens, resources, held)
     }

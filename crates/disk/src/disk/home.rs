@@ -23,7 +23,7 @@ use crate::merging::MergeFault;
 use crate::refs::back_refs;
 use crate::snapshots::SnapshotFault;
 
-/// Where a disk is, and where it was before: whoever holds one of its earlier names goes on.
+/// The path and options of a disk. Earlier ones stay valid for those that refer to them.
 #[derive(Debug)]
 pub(super) struct Home {
     path: PathBuf,
@@ -63,9 +63,8 @@ impl Disk {
         &self.home().path
     }
 
-    /// Has another image take the writes from now on. `publish` makes it the disk for whoever comes later, just before that: what is
-    /// written until the change is in the frozen file. Returns for how long writes were held. Something is left to do
-    /// ([`Disk::finalize`]).
+    /// Makes another image the active layer. `publish` runs just before the switch, and has the disk's old name lead to the new chain; writes
+    /// until the switch go to the frozen file. Returns for how long writes were held. [`Disk::finalize`] completes the move.
     ///
     /// # Errors
     /// A disk that takes no writes, a raw one, one whose layers are being merged, an overlay that cannot be opened, what `publish`
@@ -98,10 +97,7 @@ impl Disk {
         let (mut made, pause) = Switch::make(vec![switch], || self.settle(home));
         let (_, pending) = made.pop().expect("one for each disk");
         *self.snapshot_names.lock() = None;
-        let layers = self.layers_now();
-        let below = layers.frozen.iter().flat_map(|map| map.layers()).map(|layer| &*layer.path);
-        back_refs::record_chain(self.path(), below.chain([self.path()]));
-        drop(layers);
+        self.record_chain();
         self.resources.maintenance().layer_is_new();
         self.commit_frozen(&pending)?;
         changing.pending = Some(pending);
@@ -110,6 +106,13 @@ impl Disk {
     }
 
     fn settle(&self, home: Home) {
-        self.home().next.set(Box::new(home)).expect("the layers are held: nobody else moves the disk");
+        self.home().next.set(Box::new(home)).expect("the layers are held, so one move runs at a time");
+    }
+
+    /// Records the disk where its chain goes on in other directories.
+    pub(super) fn record_chain(&self) {
+        let layers = self.layers_now();
+        let below = layers.frozen.iter().flat_map(|map| map.layers()).map(|layer| &*layer.path);
+        back_refs::record_chain(self.path(), below.chain([self.path()]));
     }
 }

@@ -115,7 +115,7 @@ fn with_tier(spec: &DiskSpec, asked: &JobSpec) -> Result<DiskSpec, Error> {
         unreachable!("asked for by its kind")
     };
     if spec.force {
-        return Err(Error::Tiered { name: spec.name.clone(), what: "force: an image may stand on the disk" });
+        return Err(Error::Tiered { name: spec.name.clone(), what: "force" });
     }
     let asked = api::DiskSpec {
         tier: Some(tier.clone()),

@@ -164,7 +164,7 @@ impl Host {
     pub fn add_disk(&self, spec: DiskSpec) -> Result<(), Error> {
         let _change = self.begin_change()?.0;
         let name = spec.name.clone();
-        // Nobody knows of a new one of how many disks it is.
+        // The disks of a new group are not known.
         if let Some(group) = spec.group()
             && !is_published(&spec)?
         {
