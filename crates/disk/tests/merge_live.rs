@@ -18,7 +18,7 @@ use vmstrata_disk::merge::{
     Action, Direction, Kept, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,
 };
 use vmstrata_disk::snapshot::{self, SnapshotInfo, list};
-use vmstrata_disk::{Disk, Error, Op, OpenOptions, ResourceOptions, Resources, snapshot_together};
+use vmstrata_disk::{Disk, Error, Format, Op, OpenOptions, ResourceOptions, Resources, snapshot_together};
 use vmstrata_types::LayerIndex;
 
 const SIZE: u64 = 8 << 20;
@@ -525,7 +525,7 @@ fn a_disk_in_use_moves_to_chains_that_read_the_same() {
                 below = over;
             }
             (0..4).for_each(|_| history.change(&mut random));
-            history.disk.rebase(&lowest, &below).unwrap();
+            history.disk.rebase(&lowest, &below, Format::Qcow2).unwrap();
             (0..4).for_each(|_| history.change(&mut random));
             assert_reads(&history.disk, &history.model, "after it");
             assert_clean(&lowest);
@@ -545,13 +545,13 @@ fn a_disk_in_use_moves_to_chains_that_read_the_same() {
 }
 
 #[test]
-fn the_layer_that_takes_writes_and_the_lowest_are_not_rebased() {
+fn the_lowest_layer_is_not_rebased() {
     let dir = scratch();
     let mut history = History::new(disk_in(dir.path(), "cluster_size=64k"));
     history.snapshot();
     let lowest = history.states[0].0.clone();
-    for layer in [&lowest, &history.path, &dir.path().join("other.qcow2")] {
-        history.disk.rebase(layer, &lowest).unwrap_err();
+    for layer in [&lowest, &dir.path().join("other.qcow2")] {
+        history.disk.rebase(layer, &lowest, Format::Qcow2).unwrap_err();
     }
     history.check("as before");
 }

@@ -143,7 +143,11 @@ impl Running {
         let is_active = range.target().index() + 1 == chain.len();
         let copier = match running.begin_commit(&chain, options)? {
             Some(copier) => copier,
-            None if is_active => running.promise(&chain)?,
+            None if is_active => {
+                let (after, below) = (running.after(&chain)?, below_of(&chain, range)?);
+                let room = running.room(&chain, after.as_deref())?;
+                running.promise(&chain, after, below.as_ref(), room)?
+            }
             None => running.let_grow(&chain, &users)?,
         };
         Ok((running, chain, copier))
@@ -197,10 +201,14 @@ impl Running {
         stays.map(|layer| map_up_to(disk.path(), chain, layer, &disk.options(), &disk.resources)).transpose()
     }
 
-    /// Begins to copy into the active layer.
-    fn promise(&self, chain: &[ChainFile]) -> Result<Copier> {
-        let after = self.after(chain)?;
-        let room = self.room(chain, after.as_deref())?;
+    /// Begins to copy into the active layer, which will stand on `below`: the chain of `after`.
+    pub(super) fn promise(
+        &self,
+        chain: &[ChainFile],
+        after: Option<Arc<FrozenMap>>,
+        below: Option<&Below>,
+        room: Room,
+    ) -> Result<Copier> {
         let (_changing, layers) = self.hold_layers(chain)?;
         let Top::Qcow2(active) = &layers.top else {
             return Err(Error::from(MergeFault::LayersChanged).in_file(self.disk.path()));
@@ -208,7 +216,7 @@ impl Running {
         let plan = || -> Result<Relink> {
             let len = active.store.len().while_trying("read the file's length")?;
             let head = read_head(&*active.store, len)?;
-            Relink::plan(&*active.store, &head.header, below_of(chain, self.range)?.as_ref())
+            Relink::plan(&*active.store, &head.header, below)
         };
         let relink = plan().map_err(|error| error.in_file(&active.path))?;
         let promised = Layers { merging_to: after.clone(), ..Layers::clone(&layers) };
