@@ -26,8 +26,8 @@ use vmstrata_tier::{
 
 use super::nfs::NfsRepository;
 
-/// Of chunks of the repository's layers.
-const CACHE_BYTES: u64 = 1 << 30;
+/// Of chunks of the repository's layers; as a server has it where 16 GiB are free.
+const CACHE_BYTES: u64 = 4 << 30;
 /// For a repository that does not answer.
 const PATIENCE: Duration = Duration::from_secs(600);
 

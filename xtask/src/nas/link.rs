@@ -25,7 +25,7 @@ use rustix::net::{RecvFlags, recv};
 pub(super) const NFS_PORT: u16 = 2049;
 pub(super) const MOUNT_PORT: u16 = 20_048;
 /// Calls at a time, each with a thread: as many as Linux has on its way to a server at the least.
-const CALLS: usize = 128;
+pub(super) const CALLS: usize = 128;
 /// How long an answer may take. What is called again after that may be done twice: the caller knows which calls allow that.
 const PATIENCE: Duration = Duration::from_secs(10);
 

@@ -27,7 +27,7 @@ use vmstrata_repo::{
     Result, Swept, draw_id,
 };
 
-use super::link::{self, Answer, Link, now};
+use super::link::{self, Answer, CALLS, Link, now};
 
 const UNFINISHED: &str = ".new";
 /// Zeros become holes in pieces of this size.
@@ -402,10 +402,14 @@ impl NewFile {
     }
 
     fn start(&mut self, offset: u64, piece: Vec<u8>, stable: stable_how) -> io::Result<()> {
-        if self.pending.len() == IN_FLIGHT {
+        let count = piece.len() as u32;
+        // As of a mount: so many calls, small ones too.
+        let bytes =
+            |pending: &VecDeque<(u32, _)>| pending.iter().map(|(len, _)| u64::from(*len)).sum::<u64>();
+        let most = IN_FLIGHT as u64 * u64::from(self.shared.write_max);
+        while self.pending.len() == CALLS || bytes(&self.pending) + u64::from(count) > most {
             self.take_answer()?;
         }
-        let count = piece.len() as u32;
         let asked = WRITE3args { file: self.file.clone(), offset, count, stable, data: Opaque::owned(piece) };
         let answer = self.shared.link.start(move |client| now(client.write(&asked)));
         self.pending.push_back((count, answer));
