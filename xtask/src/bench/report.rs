@@ -136,6 +136,18 @@ impl Report {
         }
     }
 
+    /// Takes over what a later, partial one says.
+    fn amend(&mut self, later: Self) {
+        let mut rows = later.rows;
+        for row in &mut self.rows {
+            if let Some(at) = rows.iter().position(|later| later.name == row.name) {
+                *row = rows.remove(at);
+            }
+        }
+        self.rows.append(&mut rows);
+        *self = Self { rows: std::mem::take(&mut self.rows), ..later };
+    }
+
     /// Adds a figure, and says it.
     pub(super) fn add(&mut self, row: Row) {
         eprintln!("         {}: {:.3} {}", row.name, row.value, row.unit);
@@ -195,6 +207,16 @@ impl Shown {
         self.write(root, &blocks(report))
     }
 
+    /// The same of a part of a measurement: its rows take the place of those of their names in what is kept.
+    ///
+    /// # Errors
+    /// Nothing kept, or no report; as [`Shown::publish`].
+    pub(super) fn amend(&self, root: &Path, report: Report) -> Result<()> {
+        let mut kept: Report = serde_json::from_slice(&fs::read(root.join(self.file))?).context(self.file)?;
+        kept.amend(report);
+        self.publish(Some(root), &kept)
+    }
+
     /// The tables of the report kept in this measurement's file; nothing while there is none.
     ///
     /// # Errors
@@ -244,6 +266,18 @@ mod tests {
         report.rows.push(Row::median("throughput", "", &[0.8]).at_least(0.9));
         report.rows.push(Row::largest("noise", "ms", &[0.25]));
         report
+    }
+
+    #[test]
+    fn a_later_part_takes_the_place_of_rows_of_its_names() {
+        let mut kept = report();
+        let mut later = Report { date: "later".to_owned(), rows: Vec::new(), ..report() };
+        later.rows.push(Row::median("throughput", "", &[1.0]));
+        later.rows.push(Row::median("new", "", &[2.0]));
+        kept.amend(later);
+        let rows: Vec<(&str, f64)> = kept.rows.iter().map(|row| (&*row.name, row.value)).collect();
+        assert_eq!(rows, [("open", 13.0), ("throughput", 1.0), ("noise", 0.25), ("new", 2.0)]);
+        assert_eq!(kept.date, "later");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Bytes that go to the NAS, for those that the guest writes.
+//! Bytes that go to the NAS, for those that the guest writes; without those of merges.
 
 use std::time::Duration;
 
@@ -31,6 +31,7 @@ fn sequential(stage: &Stage<'_>, report: &mut Report) -> Result<()> {
     let mut samples = Vec::new();
     for round in 0..stage.options.rounds {
         let bytes = stage.options.size / 4;
+        side.wait_for_merges()?;
         for at in (0..bytes).step_by(PIECE) {
             side.client.write(at, PIECE, Writer::client(round as u16))?;
         }
@@ -47,6 +48,7 @@ fn random(stage: &Stage<'_>, report: &mut Report) -> Result<()> {
     let mut epoch = |round: u32, count: u64| -> Result<f64> {
         let access = Access::Share { round: round as u16, count };
         let load = Load { access, fua: false, block: BLOCK, depth: 8, time: Duration::MAX, seed: 0 };
+        side.wait_for_merges()?;
         side.client.run(&load)?;
         let sent = stage.nas.network().sent_bytes(1)?;
         let shipped = side.ship()?;
@@ -74,6 +76,7 @@ fn overwriting(stage: &Stage<'_>, report: &mut Report) -> Result<()> {
     let mut samples = Vec::new();
     for round in 0..stage.options.rounds {
         let load = random_writes(round.into(), 8, false, stage.options.turn / 4);
+        side.wait_for_merges()?;
         let outcome = side.client.run_watched(&load, stage.options.size / 16, &mut ())?;
         samples.push(side.ship()? as f64 / distinct_bytes(&outcome) as f64);
     }

@@ -152,7 +152,10 @@ pub fn run(options: &Options) -> Result<Report> {
             Part::Restart => outage::restart(&stage, &mut report)?,
         }
     }
-    SHOWN.publish(options.publish.as_deref(), &report)?;
+    match options.publish.as_deref().filter(|_| options.parts != Part::ALL) {
+        Some(root) => SHOWN.amend(root, report.clone())?,
+        None => SHOWN.publish(options.publish.as_deref(), &report)?,
+    }
     Ok(report)
 }
 

@@ -24,6 +24,8 @@ use crate::nas::{Nas, NfsRepository};
 const SEED: u64 = 20_261_128;
 /// No epoch ends by itself.
 pub(super) const NEVER: Duration = Duration::from_secs(600);
+/// For so long nothing is written when nothing is merged.
+const QUIET: Duration = Duration::from_secs(2);
 /// For QEMU to open a disk.
 const OPEN_MAX: Duration = Duration::from_secs(60);
 
@@ -146,6 +148,19 @@ impl Side {
     pub(super) fn ship(&mut self) -> Result<u64> {
         let before = self.host.status()?.written_bytes;
         Ok(self.host.sync()?.written_bytes - before)
+    }
+
+    /// Waits until nothing is written to the NAS any more: merges of what was shipped before have ended.
+    pub(super) fn wait_for_merges(&mut self) -> Result<()> {
+        let mut before = (self.host.status()?.written_bytes, Instant::now());
+        while before.1.elapsed() < QUIET {
+            thread::sleep(Duration::from_millis(100));
+            let now = self.host.status()?.written_bytes;
+            if now != before.0 {
+                before = (now, Instant::now());
+            }
+        }
+        Ok(())
     }
 
     /// Processor time of the host so far, in seconds.

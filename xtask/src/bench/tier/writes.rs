@@ -1,6 +1,6 @@
 //! Writes while epochs are shipped, beside the same disk alone and on the NAS.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
@@ -11,6 +11,7 @@ use super::super::report::{Report, Row};
 use super::super::results::ratios;
 use super::super::server::Kind;
 use super::stage::{Peer, Side, Stage, random_writes, timed};
+use crate::nas::WIRE_BYTES_PER_S;
 
 /// Who takes a turn.
 enum Who<'a> {
@@ -29,8 +30,9 @@ struct Samples {
     local_p99: Vec<f64>,
     /// By QEMU's cache mode.
     on_nas: [Vec<f64>; 2],
-    /// Of the host's processor for a GiB that is shipped while no guest writes.
+    /// Of the host's processor for a GiB that is shipped while no guest writes, and how much of the wire that uses.
     processor_s: Vec<f64>,
+    of_wire: Vec<f64>,
 }
 
 /// QEMU's cache modes.
@@ -122,6 +124,7 @@ impl Work {
             ));
         }
         report.add(Row::median(&name(": processor time for a GiB shipped"), "s", &samples.processor_s));
+        report.add(Row::median(&name(": what is left is shipped, of the wire"), "", &samples.of_wire));
     }
 }
 
@@ -134,9 +137,11 @@ impl Samples {
                 self.tiered_p99.push(p99);
                 // What is left is shipped before others have their turn.
                 let before = side.processor_s()?;
-                let bytes = side.ship()?;
+                let start = Instant::now();
+                let bytes = side.ship()? as f64;
+                self.of_wire.push(bytes / start.elapsed().as_secs_f64() / WIRE_BYTES_PER_S);
                 let s = side.processor_s()? - before;
-                self.processor_s.push(s / (bytes.max(1) as f64 / f64::from(1 << 30)));
+                self.processor_s.push(s / (bytes.max(1.0) / f64::from(1 << 30)));
             }
             Who::Local(side) => {
                 let (rate, p99) = timed(&mut side.client, load)?;
