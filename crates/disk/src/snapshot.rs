@@ -4,23 +4,25 @@
 //! refusal, and holds it until the path leads to the new overlay.
 
 pub use crate::snapshots::{
-    DEFAULT_TAG, Held, Holder, HolderKind, Keep, KeepError, MEMORY_LABEL, PrepareOptions, Prepared, Pruning,
-    Snapshot, SnapshotFault, SnapshotInfo, SnapshotInfoError, State, Step, find, frozen_path, hold, holders,
-    is_snapshot_name, list, now_ns, prepare, recorded_in, release, resolve, split_state, state_of,
+    DEFAULT_TAG, Held, Holder, HolderKind, Keep, KeepError, MEMORY_LABEL, MOVE_LABEL, PrepareOptions,
+    Prepared, Pruning, Snapshot, SnapshotFault, SnapshotInfo, SnapshotInfoError, State, Step, find,
+    frozen_path, hold, holders, is_snapshot_name, list, move_holds, now_ns, prepare, recorded_in, release,
+    resolve, split_state, state_of,
 };
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vmstrata_store::{FileId, FileStore, Gate};
+use vmstrata_store::{FileId, FileStore, Gate, Store as _};
 
 use crate::access;
 use crate::atomic_file::AtomicFile;
-use crate::chain::OpenOptions;
+use crate::chain::{OpenOptions, read_head};
 use crate::create::{fill, refuse_existing};
 use crate::disk::Disk;
 use crate::error::{Error, IoContext as _, Result};
 use crate::layer::Format;
+use crate::merging::relink::{self, Relink};
 use crate::merging::{cleanup, orphans};
 use crate::names;
 use crate::opener::{LocalFiles, Opened, Opener as _, Role, directory_of};
@@ -260,4 +262,35 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
     };
     make().map_err(|error| error.in_file(output))?;
     Ok(found.layer)
+}
+
+/// Makes the image at `path`, which nobody uses, know its backing file as `below`: the same bytes, of that format, in another place. Returns
+/// whether it knew it by another name.
+///
+/// # Errors
+/// An image in use, one without a backing file, a header without room for the name; whatever the host reports. It has the old name then,
+/// or the new one.
+pub fn rename_backing(path: &Path, below: &Path, format: Format) -> Result<bool> {
+    let rename = || -> Result<bool> {
+        let store = lock(path)?;
+        let head = read_head(&store, store.len().while_trying("read the file's length")?)?;
+        let name = name_from(path, below)?;
+        if head.backing_name.as_ref() == Some(&name) {
+            return Ok(false);
+        }
+        let below = relink::Below { name, format, record: head.snapshot };
+        let relink = Relink::plan(&store, &head.header, Some(&below))?;
+        if relink.write_body(&store)? {
+            store.flush().while_trying("flush the header")?;
+        }
+        relink.write_sector(&store)?;
+        store.flush().while_trying("flush the header").map(|()| true)
+    };
+    rename().map_err(|error| error.in_file(path))
+}
+
+/// Notes beside the disk at `disk`, which is gone from there, that the files `layers` beside it were its layers, newest first: from then on
+/// [`crate::merge::collect`] removes those that nobody needs.
+pub fn note_left(disk: &Path, layers: &[PathBuf]) {
+    orphans::note_left(disk, layers.iter().map(PathBuf::as_path), false);
 }

@@ -42,14 +42,14 @@ pub use crate::names::frozen_path;
 pub use crate::refs::{Holder, HolderKind, holders};
 pub use fault::SnapshotFault;
 pub(crate) use fault::group_broken;
-pub use hold::{DEFAULT_TAG, Held, hold, release};
+pub use hold::{DEFAULT_TAG, Held, hold, move_holds, release};
 pub use keep::{Keep, KeepError};
 pub(crate) use list::pick;
 pub use list::{Snapshot, State, find, list, recorded_in, resolve, split_state, state_of};
 pub(crate) use lock::{lock_if_free, name_from};
 pub use prepare::{PrepareOptions, Prepared, Step, prepare};
 pub(crate) use prepare::{check_ready, prepare_live};
-pub use prune::{MEMORY_LABEL, Pruning};
+pub use prune::{MEMORY_LABEL, MOVE_LABEL, Pruning};
 
 /// Now, as snapshots have it: nanoseconds since 1970, as far as the clock is right.
 pub fn now_ns() -> u64 {

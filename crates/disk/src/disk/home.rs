@@ -16,12 +16,17 @@ use vmstrata_store::Gate;
 
 use super::Disk;
 use super::switch::{NewNames, Switch};
+use crate::access;
+use crate::atomic_file::AtomicFile;
 use crate::chain::OpenOptions;
+use crate::create::fill;
 use crate::error::{Error, Result};
 use crate::layer::Format;
 use crate::merging::MergeFault;
 use crate::refs::back_refs;
-use crate::snapshots::SnapshotFault;
+use crate::snapshots::lock::name_from;
+use crate::snapshots::overlay::Below;
+use crate::snapshots::{SnapshotFault, SnapshotInfo};
 
 /// The path and options of a disk. Earlier ones stay valid for those that refer to them.
 #[derive(Debug)]
@@ -46,6 +51,28 @@ pub struct NewHome {
     pub frozen: PathBuf,
     /// How the files of the disk are opened from now on.
     pub options: OpenOptions,
+}
+
+impl NewHome {
+    /// Makes the overlay, shaped as that of a snapshot of `disk` that is called `info`: on stable storage when this returns.
+    ///
+    /// # Errors
+    /// As [`Disk::snapshot`]; a file that is there already. Nothing is left then.
+    pub fn make(&self, disk: &Disk, info: &SnapshotInfo) -> Result<()> {
+        let make = || {
+            info.check().map_err(vmstrata_qcow2::CreateError::from)?;
+            let below = Below::read(disk.path(), disk.active_format()?)?;
+            let name = name_from(&self.overlay, &self.frozen)?;
+            let image = below.overlay(name, info, self.options.subclusters)?;
+            let draft = AtomicFile::beside(&self.overlay)?;
+            access::copy(disk.path(), &draft.file)?;
+            fill(&draft.file, &image)?;
+            // Before it is there, as for a clone.
+            back_refs::record_chain(&self.overlay, [&*self.frozen, &*self.overlay].into_iter());
+            draft.publish(&self.overlay, false)
+        };
+        make().map_err(|error| error.in_file(&self.overlay))
+    }
 }
 
 impl Disk {

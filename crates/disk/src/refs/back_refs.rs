@@ -120,6 +120,21 @@ pub(crate) fn holds(layer: &Path, info: &SnapshotInfo) -> io::Result<Vec<String>
     Ok(tags)
 }
 
+/// Has the copy of a layer held as the layer is, which is not held any more then.
+///
+/// # Errors
+/// Whatever the host reports: some holds are at both.
+pub(crate) fn move_holds(layer: &Path, copy: &Path) -> Result<()> {
+    let moved = || -> io::Result<()> {
+        let held = all_holds(layer)?;
+        for (tag, state) in &held {
+            link(copy, &format!("{HOLD}{tag}"), state)?;
+        }
+        held.iter().try_for_each(|(tag, _)| release_link(layer, tag).map(drop))
+    };
+    moved().while_trying("move the snapshot's holds").map_err(|error| error.in_file(layer))
+}
+
 /// The tag of some hold of the layer, of whatever state.
 pub(crate) fn some_hold(layer: &Path) -> Option<String> {
     all_holds(layer).unwrap_or_default().into_iter().next().map(|(tag, _)| tag)

@@ -79,6 +79,14 @@ impl State {
     }
 }
 
+/// Has the file `copy` held as `layer` is, which it takes the place of: that is not held any more then.
+///
+/// # Errors
+/// Whatever the host reports.
+pub fn move_holds(layer: &Path, copy: &Path) -> Result<()> {
+    back_refs::move_holds(layer, copy)
+}
+
 /// Holds the snapshot `name` of `disk` under `tag`. Returns whether there was no such hold.
 ///
 /// # Errors

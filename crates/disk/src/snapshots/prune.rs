@@ -6,7 +6,10 @@ use super::{Keep, Snapshot, SnapshotInfo};
 /// The label of snapshots of disks that were taken with one of a guest's memory, which needs them: `GUEST@NAME`.
 pub const MEMORY_LABEL: &str = "memory";
 
-/// What rules say of a disk's own snapshots. What has no name, and what belongs to another disk, is in none of the lists.
+/// The label of a state that is in a disk's history for the sake of a move only, until that is over.
+pub const MOVE_LABEL: &str = "vmstrata/move";
+
+/// What rules say of a disk's own snapshots. What has no name, what belongs to another disk, and states of a move are in none of the lists.
 #[derive(Debug, Default)]
 pub struct Pruning<'a> {
     /// Those that a rule keeps.
@@ -27,6 +30,7 @@ impl<'a> Pruning<'a> {
     pub fn of(snapshots: &'a [Snapshot], keep: &Keep, labels: &[(String, String)], now_ns: u64) -> Self {
         let own = snapshots.iter().filter(|snapshot| snapshot.is_own());
         let named = own.filter_map(|snapshot| Some((snapshot, snapshot.info.as_ref()?)));
+        let named = named.filter(|(_, info)| info.labels.iter().all(|(key, _)| key != MOVE_LABEL));
         let meant = named.filter(|(_, info)| labels.iter().all(|label| info.labels.contains(label)));
         // A deletion that was cut short is completed: they are no states any more.
         let (half_deleted, meant): (Vec<_>, Vec<_>) = meant.partition(|(found, _)| found.is_being_deleted);
