@@ -26,7 +26,7 @@ pub trait Work {
     /// What makes going on pointless.
     type Error;
 
-    /// Steps there are, about.
+    /// Steps there are, about: those that are done, and those that are left. Asked after each step.
     fn total(&self) -> u64;
 
     /// Decides what comes next.
@@ -208,7 +208,8 @@ impl Job {
             match work.select()? {
                 Next::Step(action) => {
                     let most = self.inner.lock().bucket.step_bytes();
-                    self.stepped(work.apply(action, most)?);
+                    let step = work.apply(action, most)?;
+                    self.stepped(step, work.total());
                 }
                 Next::WaitUntil(time) => not_before = Some(time),
                 Next::End => return Ok(true),
@@ -237,10 +238,11 @@ impl Job {
         }
     }
 
-    fn stepped(&self, step: Step) {
+    fn stepped(&self, step: Step, total: u64) {
         let mut inner = self.inner.lock();
         inner.bucket.take(step.bytes, Instant::now());
         let progress = &mut inner.progress;
+        progress.total = total;
         progress.done += u64::from(!step.is_part);
         progress.did.bytes += step.bytes;
         progress.did.removed_files += step.removed_files;
