@@ -1,0 +1,273 @@
+//! What is known of a move on storage.
+//!
+//! ```text
+//!   /b/.web.qcow2.moving   lines of JSON: where from; each layer that is whole, with its digest; the switch; the end
+//!   /a/.web.qcow2.moved    where to: written just before the old path is removed
+//! ```
+//!
+//! A line counts when it is on stable storage, and what it tells is, too. A last line that is torn tells nothing. That the disk has moved is told
+//! by its paths alone: the old one is gone.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+use serde::{Deserialize, Serialize};
+use vmstrata_types::{path_from_text, path_to_text};
+
+use crate::copy::flush_directory;
+use crate::error::{Error, Result};
+
+const VERSION: u32 = 1;
+/// Of notes and journals: see [`open_own`].
+const PRIVATE: u32 = 0o600;
+/// Moves that are followed from one path to the next.
+const FOLLOWED_MAX: usize = 64;
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Line {
+    Begin {
+        version: u32,
+        from: String,
+        keep_s: u64,
+    },
+    Copied {
+        from: String,
+        name: String,
+        len: u64,
+        digest: String,
+        sent: u64,
+    },
+    /// A state that is in the history for the sake of the move only.
+    Froze {
+        name: String,
+    },
+    Whole {
+        time_ns: u64,
+    },
+}
+
+/// A layer that is whole at the target.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Copied {
+    pub(crate) to: PathBuf,
+    pub(crate) len: u64,
+    pub(crate) digest: String,
+}
+
+/// The journal beside the new path of a disk.
+#[derive(Debug)]
+pub(crate) struct Journal {
+    path: PathBuf,
+    file: File,
+    /// The old path.
+    pub(crate) from: PathBuf,
+    /// Seconds for which the source is kept.
+    pub(crate) keep_s: u64,
+    /// By the layers' old paths.
+    pub(crate) copied: HashMap<PathBuf, Copied>,
+    /// Names of states that the move made.
+    pub(crate) froze: Vec<String>,
+    /// When the disk needed its old directory no more.
+    pub(crate) whole_ns: Option<u64>,
+    pub(crate) sent: u64,
+}
+
+/// Opens a file of this user's that only this user can write: others could name any directory in it.
+fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    let file = options.custom_flags(OFlags::NOFOLLOW.bits().cast_signed()).open(path)?;
+    let about = file.metadata()?;
+    let is_own = about.uid() == rustix::process::geteuid().as_raw() && about.mode() & 0o022 == 0;
+    if about.is_file() && is_own {
+        return Ok(file);
+    }
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, "it is not this user's alone"))
+}
+
+fn note_beside(disk: &Path, end: &str) -> PathBuf {
+    let mut name = OsString::from(".");
+    name.push(disk.file_name().unwrap_or_default());
+    name.push(end);
+    disk.with_file_name(name)
+}
+
+fn journal_of(disk: &Path) -> PathBuf {
+    note_beside(disk, ".moving")
+}
+
+impl Journal {
+    /// Begins that of a move from `from` to `to`.
+    pub(crate) fn begin(from: &Path, to: &Path, keep_s: u64) -> Result<Self> {
+        let path = journal_of(to);
+        let file = File::options().append(true).create_new(true).mode(PRIVATE).open(&path);
+        let file = file.map_err(Error::of_file(&path, "make the journal"))?;
+        let mut journal = Self {
+            path,
+            file,
+            from: from.to_owned(),
+            keep_s,
+            copied: HashMap::new(),
+            froze: Vec::new(),
+            whole_ns: None,
+            sent: 0,
+        };
+        journal.append(&[Line::Begin { version: VERSION, from: path_to_text(from), keep_s }])?;
+        flush_directory(to.parent().unwrap_or(Path::new(".")))?;
+        Ok(journal)
+    }
+
+    /// That of the disk whose new path is `to`, if there is one.
+    ///
+    /// # Errors
+    /// A file that is none.
+    pub(crate) fn find(to: &Path) -> Result<Option<Self>> {
+        let path = journal_of(to);
+        let mut text = String::new();
+        let mut file = match open_own(&path, File::options().read(true).append(true)) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Error::of_file(&path, "open the journal")(error)),
+        };
+        file.read_to_string(&mut text).map_err(Error::of_file(&path, "read the journal"))?;
+        let wrong = |why: &str| Error::Journal { path: path.clone(), why: why.to_owned() };
+        // What is torn at the end was never answered for.
+        let whole = text.rfind('\n').map_or("", |end| &text[..=end]);
+        let mut lines = whole.lines().map(serde_json::from_str::<Line>);
+        let Some(Ok(Line::Begin { version: VERSION, from, keep_s })) = lines.next() else {
+            return Err(wrong("its first line is of no version that this program knows"));
+        };
+        if whole.len() < text.len() {
+            file.set_len(whole.len() as u64).map_err(Error::of_file(&path, "mend the journal"))?;
+        }
+        let mut journal = Self {
+            path: path.clone(),
+            file,
+            from: path_from_text(&from),
+            keep_s,
+            copied: HashMap::new(),
+            froze: Vec::new(),
+            whole_ns: None,
+            sent: 0,
+        };
+        for line in lines {
+            journal.apply(line.map_err(|error| wrong(&error.to_string()))?);
+        }
+        Ok(Some(journal))
+    }
+
+    fn apply(&mut self, line: Line) {
+        match line {
+            Line::Begin { .. } => {}
+            Line::Copied { from, name, len, digest, sent } => {
+                let to = self.path.with_file_name(name);
+                self.sent += sent;
+                self.copied.insert(path_from_text(&from), Copied { to, len, digest });
+            }
+            Line::Froze { name } => self.froze.push(name),
+            Line::Whole { time_ns } => self.whole_ns = Some(time_ns),
+        }
+    }
+
+    fn append(&mut self, lines: &[Line]) -> Result<()> {
+        let mut text = Vec::new();
+        for line in lines {
+            serde_json::to_writer(&mut text, line).expect("text and numbers");
+            text.push(b'\n');
+        }
+        let written = self.file.write_all(&text).and_then(|()| self.file.sync_data());
+        written.map_err(Error::of_file(&self.path, "write the journal"))
+    }
+
+    fn add(&mut self, lines: Vec<Line>) -> Result<()> {
+        self.append(&lines)?;
+        lines.into_iter().for_each(|line| self.apply(line));
+        Ok(())
+    }
+
+    /// Notes layers that are whole: old path, copy, bytes sent.
+    pub(crate) fn add_copied(&mut self, layers: Vec<(PathBuf, Copied, u64)>) -> Result<()> {
+        let line = |(from, copied, sent): (PathBuf, Copied, u64)| Line::Copied {
+            from: path_to_text(&from),
+            name: copied.to.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            len: copied.len,
+            digest: copied.digest,
+            sent,
+        };
+        self.add(layers.into_iter().map(line).collect())
+    }
+
+    pub(crate) fn add_froze(&mut self, name: &str) -> Result<()> {
+        self.add(vec![Line::Froze { name: name.to_owned() }])
+    }
+
+    pub(crate) fn add_whole(&mut self, time_ns: u64) -> Result<()> {
+        self.add(vec![Line::Whole { time_ns }])
+    }
+
+    /// Removes it.
+    pub(crate) fn remove(self) -> Result<()> {
+        fs::remove_file(&self.path).map_err(Error::of_file(&self.path, "remove the journal"))
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Moved {
+    version: u32,
+    to: String,
+}
+
+/// Notes beside the old path of a disk where it moves to. On stable storage when this returns.
+pub(crate) fn note_moved(from: &Path, to: &Path) -> Result<()> {
+    let path = note_beside(from, ".moved");
+    let draft = note_beside(from, ".moved.new");
+    let text = serde_json::to_vec(&Moved { version: VERSION, to: path_to_text(to) }).expect("text");
+    let write = || {
+        let mut file = File::options().write(true).create(true).truncate(true).mode(PRIVATE).open(&draft)?;
+        file.write_all(&text)?;
+        file.sync_all()?;
+        fs::rename(&draft, &path)
+    };
+    write().map_err(Error::of_file(&path, "note where the disk moves"))?;
+    flush_directory(from.parent().unwrap_or(Path::new(".")))
+}
+
+/// Removes that note.
+pub(crate) fn forget_moved(from: &Path) {
+    let _ = fs::remove_file(note_beside(from, ".moved"));
+}
+
+/// Where the disk is whose path was `path`, if it moved: nothing is at the path, and a note beside it says where to.
+pub fn moved_to(path: &Path) -> Option<PathBuf> {
+    let mut at = path.to_owned();
+    for _ in 0..FOLLOWED_MAX {
+        let is_gone = at.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        if !is_gone {
+            return (at != path).then_some(at);
+        }
+        let note = open_own(&note_beside(&at, ".moved"), File::options().read(true)).ok()?;
+        let moved: Moved = serde_json::from_reader(note).ok()?;
+        at = path_from_text(&moved.to);
+    }
+    None
+}
+
+/// The old path of the disk at `path`, if it came here by a move, and the files that it came from are kept.
+///
+/// # Errors
+/// A journal that cannot be read.
+pub fn came_from(path: &Path) -> Result<Option<PathBuf>> {
+    Ok(Journal::find(path)?.map(|journal| journal.from))
+}
+
+/// The directory in which layers of the disk at `path` may still lie, which has moved there and is not whole yet: it must be allowed for
+/// backing files.
+pub fn source_directory(path: &Path) -> Option<PathBuf> {
+    let journal = Journal::find(path).ok()??;
+    let is_left = journal.whole_ns.is_none();
+    is_left.then(|| journal.from.parent().map(Path::to_owned))?
+}

@@ -1,0 +1,532 @@
+//! The steps of a move, and what is decided between them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use vmstrata_disk::merge::{CollectOptions, Orphan, collect};
+use vmstrata_disk::snapshot::{
+    MOVE_LABEL, SnapshotInfo, frozen_path, move_holds, note_left, now_ns, rename_backing,
+};
+use vmstrata_disk::{Disk, Format, NewHome, OpenOptions, directory_of, own_clusters};
+use vmstrata_store::Gate;
+
+use crate::chain::{Plan, PlannedLayer, check_room, names_of};
+use crate::copy::{LayerCopy, Whole, digest_at, flush_directory};
+use crate::error::{Error, Result};
+use crate::journal::{Copied, Journal, forget_moved, note_moved};
+
+/// Files, and bytes of them, that are flushed and read back together.
+const BATCH: usize = 64;
+const BATCH_BYTES: u64 = 256 << 20;
+/// At the same time.
+const ABREAST: usize = 8;
+/// So many layers may be changed while they are copied.
+const CHANGED_MAX: u32 = 64;
+
+/// How a disk moves.
+#[derive(Clone, Debug)]
+pub struct MoveOptions {
+    /// The target: a directory.
+    pub to: PathBuf,
+    /// For how long the files that it came from are kept.
+    pub keep: Duration,
+    /// How the disk is opened.
+    pub open: OpenOptions,
+    /// So many bytes may be left when the guest begins to write to the target.
+    pub rest: u64,
+}
+
+impl MoveOptions {
+    /// For so long the files that a disk came from are kept, unless said otherwise.
+    pub const KEEP: Duration = Duration::from_secs(600);
+    /// The longest.
+    pub const KEEP_MAX: Duration = Duration::from_secs(366 * 86_400);
+
+    /// To a directory, as is usual.
+    pub fn new(to: PathBuf, open: OpenOptions) -> Self {
+        Self { to, keep: Self::KEEP, open, rest: 64 << 20 }
+    }
+}
+
+/// Where a move is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// The guest writes where it did; layers are copied.
+    Copying,
+    /// The guest writes to the target; what it had written last is copied.
+    Rest,
+    /// The disk needs its old directory no more.
+    Whole,
+}
+
+/// What a step did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Did {
+    /// Bytes written to the target.
+    pub bytes: u64,
+    /// For how long writes were held, if that was the switch.
+    pub switched: Option<Duration>,
+}
+
+/// What there is to say of a move.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// Where it is.
+    pub phase: Phase,
+    /// The disk's old path, and its new one.
+    pub from: PathBuf,
+    /// See there.
+    pub to: PathBuf,
+    /// Bytes of files that are left to be looked at, about.
+    pub left_bytes: u64,
+    /// When the files that it came from go, in ns since 1970; only of a disk that is whole.
+    pub kept_until_ns: Option<u64>,
+    /// Names of states that are in its history for the sake of the move only.
+    pub froze: Vec<String>,
+}
+
+/// A move under way. Dropped, it can be gone on with.
+#[derive(Debug)]
+pub struct Moving {
+    disk: Arc<Disk>,
+    open: OpenOptions,
+    /// The disk's new path, and the directory of that.
+    to: PathBuf,
+    directory: PathBuf,
+    journal: Journal,
+    /// What is left, as of which generation of the disk's layers.
+    plan: (u64, Plan),
+    current: Option<(PlannedLayer, LayerCopy)>,
+    /// Read, and not yet flushed.
+    read: Vec<(PlannedLayer, LayerCopy)>,
+    /// See [`MoveOptions::rest`].
+    rest: u64,
+    /// Bytes of the layer that was frozen last.
+    frozen_bytes: Option<u64>,
+    /// Layers that were changed while they were copied.
+    changed: u32,
+}
+
+impl Moving {
+    /// Begins to move a disk in use, or goes on with that.
+    ///
+    /// # Errors
+    /// A disk that cannot be moved, a target that is no directory of its own, has not the room, or has other files of these names.
+    pub fn begin(disk: &Arc<Disk>, options: &MoveOptions) -> Result<Self> {
+        let from = absolute(disk.path())?;
+        let refused =
+            |why: &str| Error::Refused { disk: from.clone(), to: options.to.clone(), why: why.to_owned() };
+        if options.keep > MoveOptions::KEEP_MAX {
+            return Err(refused("the files that it came from are kept for 366 days at most"));
+        }
+        let directory = options.to.canonicalize().map_err(|error| refused(&error.to_string()))?;
+        if !directory.is_dir() {
+            return Err(refused("that is no directory"));
+        }
+        if let Some(moving) = Self::resume(disk, &options.open)? {
+            return match moving.phase() {
+                _ if moving.directory == directory => Ok(moving),
+                Phase::Whole => {
+                    moving.leave_source()?;
+                    Self::begin(disk, options)
+                }
+                _ => Err(refused(&format!(
+                    "it is on its way to {}: let it get there first",
+                    moving.directory.display()
+                ))),
+            };
+        }
+        if directory_of(&from).canonicalize().is_ok_and(|old| old == directory) {
+            return Err(refused("it is there"));
+        }
+        if disk.is_read_only() {
+            return Err(refused("it is read-only"));
+        }
+        if disk.format() == Format::Raw {
+            return Err(refused("it is raw: take a snapshot of it with --convert-raw first"));
+        }
+        let to = directory.join(from.file_name().ok_or_else(|| refused("its path names no file"))?);
+        let journal = match Journal::find(&to)? {
+            Some(journal) if journal.from == from => Some(journal),
+            Some(journal) => {
+                return Err(refused(&format!("{} is on its way there", journal.from.display())));
+            }
+            None if to.symlink_metadata().is_ok() => return Err(Error::Exists { path: to }),
+            None => None,
+        };
+        let plan = (disk.generation(), Plan::of(disk, &directory)?);
+        let is_copied = |layer: &PlannedLayer| {
+            let known = journal.as_ref().is_some_and(|journal| journal.copied.contains_key(&layer.from));
+            known || is_likely_there(layer, &directory)
+        };
+        check_room(&plan.1, &directory, is_copied)?;
+        if journal.is_some() {
+            undo_half_switch(&from, &to, &plan.1)?;
+        }
+        let journal = journal.map_or_else(|| Journal::begin(&from, &to, options.keep.as_secs()), Ok)?;
+        tracing::info!(disk = %from.display(), to = %to.display(), bytes = plan.1.bytes(), "moves");
+        let mut moving = Self::new(disk, &options.open, (to, directory), journal);
+        (moving.plan, moving.rest) = (plan, options.rest);
+        Ok(moving)
+    }
+
+    /// The move of a disk whose path is the new one, if it came there by one and its old files are there still.
+    ///
+    /// # Errors
+    /// A journal that cannot be read.
+    pub fn resume(disk: &Arc<Disk>, open: &OpenOptions) -> Result<Option<Self>> {
+        let to = absolute(disk.path())?;
+        let Some(journal) = Journal::find(&to)? else { return Ok(None) };
+        let directory =
+            directory_of(&to).canonicalize().map_err(Error::of_file(&to, "find its directory"))?;
+        let mut moving = Self::new(disk, open, (to, directory), journal);
+        moving.look()?;
+        Ok(Some(moving))
+    }
+
+    fn new(
+        disk: &Arc<Disk>,
+        open: &OpenOptions,
+        (to, directory): (PathBuf, PathBuf),
+        mut journal: Journal,
+    ) -> Self {
+        // Once the disk is whole, its layers at the target go their own way.
+        if journal.whole_ns.is_none() {
+            let is_there =
+                |copied: &Copied| fs::metadata(&copied.to).is_ok_and(|about| about.len() == copied.len);
+            journal.copied.retain(|_, copied| is_there(copied));
+        }
+        Self {
+            disk: Arc::clone(disk),
+            open: open.clone(),
+            to,
+            directory,
+            journal,
+            plan: (u64::MAX, Plan::default()),
+            current: None,
+            read: Vec::new(),
+            rest: 0,
+            frozen_bytes: None,
+            changed: 0,
+        }
+    }
+
+    /// Where it is.
+    pub fn phase(&self) -> Phase {
+        match self.journal.whole_ns {
+            Some(_) => Phase::Whole,
+            None if self.disk.path() == self.to => Phase::Rest,
+            None => Phase::Copying,
+        }
+    }
+
+    /// What there is to say of it.
+    pub fn report(&self) -> Report {
+        let is_left = |layer: &&PlannedLayer| !self.journal.copied.contains_key(&layer.from);
+        let layers: u64 = self.plan.1.layers.iter().filter(is_left).map(|layer| layer.bytes).sum();
+        let done =
+            self.current.iter().chain(&self.read).map(|(layer, copy)| copy.sent.min(layer.bytes)).sum();
+        Report {
+            phase: self.phase(),
+            from: self.journal.from.clone(),
+            to: self.to.clone(),
+            left_bytes: (layers + self.plan.1.active_bytes).saturating_sub(done),
+            kept_until_ns: self
+                .journal
+                .whole_ns
+                .map(|time| time.saturating_add(self.journal.keep_s.saturating_mul(1_000_000_000))),
+            froze: self.journal.froze.clone(),
+        }
+    }
+
+    /// Does what comes next, writing about `most` bytes.
+    ///
+    /// # Errors
+    /// Whatever stands in the way; the disk is sound. It can be tried again.
+    pub fn step(&mut self, most: u64) -> Result<Did> {
+        if let Some((layer, mut copy)) = self.current.take() {
+            let bytes = copy.go_on(most);
+            // A copy that is given up is found again by its file.
+            let bytes = bytes?;
+            if copy.is_read() {
+                self.read.push((layer, copy));
+            } else {
+                self.current = Some((layer, copy));
+            }
+            return Ok(Did { bytes, switched: None });
+        }
+        self.look()?;
+        let batch: u64 = self.read.iter().map(|(_, copy)| copy.sent).sum();
+        let next = self.next_layer();
+        if self.read.len() >= BATCH || batch >= BATCH_BYTES || next.is_none() && !self.read.is_empty() {
+            self.settle()?;
+            return Ok(Did::default());
+        }
+        if let Some(layer) = next {
+            self.begin_layer(layer)?;
+            return Ok(Did::default());
+        }
+        match self.phase() {
+            Phase::Copying if self.is_much_left() => self.freeze().map(|()| Did::default()),
+            Phase::Copying => {
+                let switched = Some(self.switch()?);
+                Ok(Did { bytes: 0, switched })
+            }
+            Phase::Rest => self.stand().map(|()| Did::default()),
+            Phase::Whole => Ok(Did::default()),
+        }
+    }
+
+    /// Looks at the disk's layers, if they are others by now.
+    fn look(&mut self) -> Result<()> {
+        let generation = self.disk.generation();
+        if self.plan.0 != generation {
+            self.plan = (generation, Plan::of(&self.disk, &self.directory)?);
+        }
+        Ok(())
+    }
+
+    fn next_layer(&self) -> Option<PlannedLayer> {
+        let is_read = |layer: &PlannedLayer| self.read.iter().any(|(other, _)| other.from == layer.from);
+        let is_left =
+            |layer: &&PlannedLayer| !self.journal.copied.contains_key(&layer.from) && !is_read(layer);
+        self.plan.1.layers.iter().find(is_left).cloned()
+    }
+
+    fn begin_layer(&mut self, layer: PlannedLayer) -> Result<()> {
+        let mut digest = None;
+        for to in names_of(&layer.from, &self.directory) {
+            let Ok(there) = to.symlink_metadata() else {
+                let copy = LayerCopy::begin(&layer.from, &to)?;
+                self.current = Some((layer, copy));
+                return Ok(());
+            };
+            // Of another name, another directory's layer, or somebody's.
+            let about =
+                fs::metadata(&layer.from).map_err(Error::of_file(&layer.from, "examine the layer"))?;
+            if !there.is_file() || there.len() != about.len() || self.has_copied(&to) {
+                continue;
+            }
+            let wanted = match digest.take() {
+                Some(known) => known,
+                None => digest_at(&layer.from)?,
+            };
+            if digest_at(&to)? == wanted {
+                tracing::info!(layer = %to.display(), "is there already");
+                let copied = Copied { to, len: about.len(), digest: wanted };
+                return self.journal.add_copied(vec![(layer.from, copied, 0)]);
+            }
+            digest = Some(wanted);
+        }
+        unreachable!("there are names without end")
+    }
+
+    /// Whether this move made the file.
+    fn has_copied(&self, path: &Path) -> bool {
+        self.journal.copied.values().any(|copied| copied.to == path)
+    }
+
+    /// The copy of a layer, or the layer itself where it lies at the target.
+    fn copy_of(&self, layer: &Path, read: &[(PlannedLayer, LayerCopy)]) -> PathBuf {
+        let copied = self.journal.copied.get(layer).map(|copied| copied.to.clone());
+        let reading = || read.iter().find(|(other, _)| other.from == layer).map(|(_, copy)| copy.to.clone());
+        copied.or_else(reading).unwrap_or_else(|| layer.to_owned())
+    }
+
+    /// Flushes, compares and names what is read.
+    fn settle(&mut self) -> Result<()> {
+        let mut read = std::mem::take(&mut self.read);
+        let each = read.len().div_ceil(ABREAST);
+        let finish = |part: &mut [(PlannedLayer, LayerCopy)]| -> Vec<Result<Whole>> {
+            part.iter_mut().map(|(_, copy)| copy.finish()).collect()
+        };
+        let results: Vec<Result<Whole>> = thread::scope(|scope| {
+            let parts: Vec<_> = read.chunks_mut(each).map(|part| scope.spawn(move || finish(part))).collect();
+            let joined = parts.into_iter().map(|part| part.join());
+            joined.flat_map(|part| part.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        });
+        let (mut done, mut failed) = (Vec::new(), None);
+        for ((layer, copy), result) in read.iter().zip(results) {
+            let named = result.and_then(|whole| {
+                copy.name(|part| {
+                    let Some((below, format)) = &layer.below else { return Ok(()) };
+                    let below = self.copy_of(below, &read);
+                    Ok(rename_backing(part, &below, *format).map(drop)?)
+                })?;
+                Ok(whole)
+            });
+            match named {
+                Ok(Whole { digest, len, sent }) => {
+                    done.push((layer.from.clone(), Copied { to: copy.to.clone(), len, digest }, sent));
+                }
+                // Such as by a job that gives old layers their indexes: it is read again.
+                Err(Error::Changed { layer }) if self.changed < CHANGED_MAX => {
+                    self.changed += 1;
+                    tracing::info!(layer = %layer.display(), "was changed while it was copied: it is copied again");
+                }
+                Err(error) => failed = failed.or(Some(error)),
+            }
+        }
+        flush_directory(&self.directory)?;
+        self.journal.add_copied(done)?;
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// Whether freezing what takes the writes, and copying it, leaves less.
+    fn is_much_left(&self) -> bool {
+        let left = self.plan.1.active_bytes.max(crate::copy::allocated(self.disk.path()));
+        left > self.rest && self.frozen_bytes.is_none_or(|before| left < before / 2)
+    }
+
+    /// What a state is called that is made for the sake of the move.
+    fn state(&mut self) -> Result<SnapshotInfo> {
+        let taken_ns = now_ns();
+        let name = format!("move-{taken_ns}");
+        self.journal.add_froze(&name)?;
+        let labels = vec![(MOVE_LABEL.to_owned(), String::new())];
+        Ok(SnapshotInfo { name, taken_ns, labels, ..SnapshotInfo::default() })
+    }
+
+    fn freeze(&mut self) -> Result<()> {
+        let info = self.state()?;
+        let taken = self.disk.snapshot(&info)?;
+        self.frozen_bytes = Some(crate::copy::allocated(&taken.layer));
+        Ok(())
+    }
+
+    /// Has the guest write to the target from now on.
+    fn switch(&mut self) -> Result<Duration> {
+        let from = self.journal.from.clone();
+        check_room(&self.plan.1, &self.directory, |layer| self.journal.copied.contains_key(&layer.from))?;
+        let info = self.state()?;
+        let frozen = frozen_path(&from, &info.name, Format::Qcow2).expect("it names a file");
+        let old = directory_of(&from);
+        let mut options = self.open.clone();
+        options.allow_backing.push(old.clone());
+        let home = NewHome { overlay: self.to.clone(), frozen: frozen.clone(), options };
+        let made = fs::hard_link(&from, &frozen)
+            .map_err(Error::of_file(&frozen, "give the disk's file another name"))
+            .and_then(|()| flush_directory(&old))
+            .and_then(|()| Ok(home.make(&self.disk, &info)?))
+            .and_then(|()| note_moved(&from, &self.to));
+        let switched = made.and_then(|()| {
+            self.disk.move_to(&home, || {
+                fs::remove_file(&from).map_err(Error::of_file(&from, "remove the disk's old name"))?;
+                flush_directory(&old)
+            })
+        });
+        match switched {
+            Ok(pause) => {
+                // What fails is counted: the layer then goes without an index.
+                let _ = self.disk.finalize();
+                // Of an earlier move from there.
+                forget_moved(&self.to);
+                tracing::info!(disk = %self.to.display(), from = %from.display(), pause_us = pause.as_micros(), "writes go there from now on");
+                Ok(pause)
+            }
+            Err(error) => {
+                if from.symlink_metadata().is_ok() {
+                    let _ = fs::remove_file(&self.to);
+                    let _ = fs::remove_file(&frozen);
+                    forget_moved(&from);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Has what lies at the target stand on the copies alone.
+    fn stand(&mut self) -> Result<()> {
+        if let Some(layer) = self.plan.1.stands_elsewhere.clone() {
+            let below = self.plan.1.layers.last().expect("it stands on one of them");
+            let copy = self.journal.copied.get(&below.from).expect("all are copied");
+            self.disk.rebase(&layer, &copy.to, below.format)?;
+        }
+        for (layer, copied) in &self.journal.copied {
+            move_holds(layer, &copied.to)?;
+        }
+        self.journal.add_whole(now_ns())?;
+        tracing::info!(disk = %self.to.display(), "has moved");
+        Ok(())
+    }
+
+    /// Lets go of the files that the disk came from: removes those in its old directory that nobody else needs. Returns those that were
+    /// there, with why any of them stays.
+    ///
+    /// # Errors
+    /// A directory that cannot be read. It can be tried again.
+    ///
+    /// # Panics
+    /// Before the disk is whole.
+    pub fn let_go(self) -> Result<Vec<Orphan>> {
+        let from = self.journal.from.clone();
+        let open = OpenOptions { read_only: true, ..self.open.clone() };
+        self.leave_source()?;
+        Ok(collect(&from, &CollectOptions { open, ..CollectOptions::default() })?)
+    }
+
+    /// Leaves those files where they are: `vmstrata gc` of the old path removes them.
+    ///
+    /// # Errors
+    /// A journal that cannot be removed.
+    pub fn leave_source(self) -> Result<()> {
+        assert_eq!(self.phase(), Phase::Whole, "the disk needs them");
+        let mut left: Vec<(u64, PathBuf)> = Vec::new();
+        for from in self.journal.copied.keys() {
+            use std::os::unix::fs::MetadataExt as _;
+            let modified = fs::metadata(from)
+                .map_or(0, |about| about.mtime() as u64 * 1_000_000_000 + about.mtime_nsec() as u64);
+            left.push((modified, from.clone()));
+        }
+        left.sort();
+        let newest_first: Vec<PathBuf> = left.into_iter().rev().map(|(_, path)| path).collect();
+        note_left(&self.journal.from, &newest_first);
+        self.journal.remove()
+    }
+}
+
+/// Whether the target has a file like the layer.
+fn is_likely_there(layer: &PlannedLayer, to: &Path) -> bool {
+    let there = to.join(layer.from.file_name().unwrap_or_default());
+    let len = |path: &Path| fs::metadata(path).ok().map(|about| about.len());
+    len(&there).is_some() && len(&there) == len(&layer.from)
+}
+
+/// Takes back what a switch left that did not come to its end: the old path is the disk still.
+fn undo_half_switch(from: &Path, to: &Path, plan: &Plan) -> Result<()> {
+    use std::os::unix::fs::MetadataExt as _;
+    let remove =
+        |path: &Path| fs::remove_file(path).map_err(Error::of_file(path, "remove what a killed move left"));
+    if to.symlink_metadata().is_ok() {
+        // It must be the overlay that nobody ever wrote to.
+        let mut is_empty = true;
+        own_clusters(to, &Gate::unrestricted(), |_| is_empty = false)?;
+        if !is_empty {
+            return Err(Error::Exists { path: to.to_owned() });
+        }
+        remove(to)?;
+    }
+    let about = fs::metadata(from).map_err(Error::of_file(from, "examine the disk"))?;
+    if about.nlink() > 1 {
+        let in_chain = |path: &Path| plan.layers.iter().any(|layer| layer.from == path);
+        let entries = fs::read_dir(directory_of(from)).map_err(Error::of_file(from, "read its directory"))?;
+        for entry in entries.flatten() {
+            let path = entry.path();
+            let is_second =
+                entry.metadata().is_ok_and(|other| (other.dev(), other.ino()) == (about.dev(), about.ino()));
+            let is_ours = entry.file_name().to_string_lossy().contains(".move-");
+            if is_second && is_ours && path != from && !in_chain(&path) {
+                remove(&path)?;
+            }
+        }
+    }
+    forget_moved(from);
+    Ok(())
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).map_err(Error::of_file(path, "find its directory"))
+}

@@ -1,0 +1,494 @@
+//! A disk moves with its history while it is written, and nothing is lost, whatever happens on the way.
+
+#[path = "../../disk/tests/common/mod.rs"]
+mod common;
+
+use std::cell::Cell;
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use common::flat::{assert_reads, assert_same, pattern, read, write};
+use common::stock::{assert_clean, content, path_str, qemu_img};
+use common::{for_seeds, open_with, random, scratch, small_resources};
+use rand::Rng as _;
+use vmstrata_disk::snapshot::{self, SnapshotInfo, list};
+use vmstrata_disk::{Disk, OpenOptions};
+use vmstrata_migrate::{Error, MoveOptions, Moving, Phase, moved_to, source_directory};
+
+const SIZE: u64 = 16 << 20;
+const BLOCK: usize = 4096;
+/// What the child finds its orders in: the disk's old path, and the target.
+const ORDERS: &str = "VMSTRATA_TEST_MOVE_CHILD";
+
+fn options(to: &Path) -> MoveOptions {
+    MoveOptions { rest: 64 << 10, ..MoveOptions::new(to.to_owned(), OpenOptions::default()) }
+}
+
+fn named(name: &str) -> SnapshotInfo {
+    SnapshotInfo { name: name.to_owned(), ..SnapshotInfo::default() }
+}
+
+/// A directory with a disk of some snapshots, and what each of them reads as, the disk's own state last.
+fn with_history(dir: &Path, snapshots: usize) -> (PathBuf, Vec<Vec<u8>>) {
+    fs::create_dir_all(dir).unwrap();
+    let path = dir.join("web.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), &SIZE.to_string()]);
+    let disk = open_with(&path, &OpenOptions::default());
+    let (mut model, mut random) = (vec![0; SIZE as usize], random("history", snapshots as u64));
+    let mut states = Vec::new();
+    for number in 0..=snapshots {
+        for _ in 0..8 {
+            let at = random.random_range(0..SIZE - (1 << 20)) / 512 * 512;
+            let bytes = pattern(&mut random, 200 << 10);
+            write(&disk, at, &bytes).unwrap();
+            model[at as usize..at as usize + bytes.len()].copy_from_slice(&bytes);
+        }
+        states.push(model.clone());
+        if number < snapshots {
+            disk.snapshot(&named(&format!("s{number}"))).unwrap();
+        }
+    }
+    disk.close().unwrap();
+    (path, states)
+}
+
+/// Goes on until the disk is whole; returns the bytes sent.
+fn finish(moving: &mut Moving) -> u64 {
+    let mut sent = 0;
+    while moving.phase() != Phase::Whole {
+        sent += moving.step(256 << 10).unwrap().bytes;
+    }
+    sent
+}
+
+fn directories(dir: &Path) -> (PathBuf, PathBuf) {
+    let (old, new) = (dir.join("old"), dir.join("new"));
+    fs::create_dir_all(&old).unwrap();
+    fs::create_dir_all(&new).unwrap();
+    (old, new)
+}
+
+fn files_in(dir: &Path) -> Vec<String> {
+    let names = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_disk_that_is_written_moves_with_all_its_snapshots() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let (path, states) = with_history(&old, 3);
+    let disk = open_with(&path, &OpenOptions::default());
+    let is_over = AtomicBool::new(false);
+    let (moving, model) = std::thread::scope(|scope| {
+        let guest = scope.spawn(|| {
+            let (mut random, mut model) = (random("guest", 0), states[3].clone());
+            let mut written = 0;
+            while !is_over.load(Ordering::Relaxed) || written < 1000 {
+                let at = random.random_range(0..SIZE / BLOCK as u64) * BLOCK as u64;
+                let bytes = pattern(&mut random, BLOCK);
+                write(&disk, at, &bytes).unwrap();
+                assert_same(&read(&disk, at, BLOCK).unwrap(), &bytes, at, "just written");
+                model[at as usize..at as usize + BLOCK].copy_from_slice(&bytes);
+                written += 1;
+            }
+            model
+        });
+        let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+        finish(&mut moving);
+        is_over.store(true, Ordering::Relaxed);
+        (moving, guest.join().unwrap())
+    });
+    let to = new.join("web.qcow2");
+    assert_eq!((disk.path(), moved_to(&path)), (&*to, Some(to.clone())));
+    assert!(!path.exists());
+    assert_eq!(source_directory(&to), None, "nothing of it is needed");
+    assert!(disk.layers().iter().all(|layer| layer.path.parent() == Some(&*new)), "{:?}", disk.layers());
+    assert_reads(&disk, &model, "after the move");
+    // The old files are not needed.
+    let away = dir.path().join("away");
+    fs::rename(&old, &away).unwrap();
+    let froze = moving.report().froze;
+    assert!(!froze.is_empty());
+    for (number, state) in states[..3].iter().enumerate() {
+        let found = snapshot::find(&to, &format!("s{number}"), &OpenOptions::default()).unwrap();
+        assert_eq!(found.layer.parent(), Some(&*new));
+        assert_same(&content(&found.layer, "qcow2"), state, 0, "a snapshot, to stock tools");
+        assert_clean(&found.layer);
+        assert!(found.is_own());
+    }
+    fs::rename(&away, &old).unwrap();
+    let gone = moving.let_go().unwrap();
+    assert!(gone.iter().all(|file| file.kept.is_none()), "{gone:?}");
+    assert_eq!(files_in(&old), [".web.qcow2.moved"]);
+    disk.close().unwrap();
+    drop(disk);
+    assert_clean(&to);
+    assert_same(&content(&to, "qcow2"), &model, 0, "to stock tools");
+    let parts = files_in(&new).into_iter().filter(|name| name.contains(".part") || name.contains(".moving"));
+    assert_eq!(parts.count(), 0, "{:?}", files_in(&new));
+}
+
+#[test]
+fn a_base_in_another_directory_moves_too_and_stays_for_those_who_need_it() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let bases = dir.path().join("bases");
+    let (base, states) = with_history(&bases, 0);
+    let make = |name: &str| {
+        let path = old.join(name);
+        let format = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", path_str(&base), path_str(&path)];
+        qemu_img(&format);
+        path
+    };
+    let allowed = OpenOptions { allow_backing: vec![bases.clone()], ..OpenOptions::default() };
+    for (number, name) in ["one.qcow2", "two.qcow2"].into_iter().enumerate() {
+        let disk = open_with(&make(name), &allowed);
+        write(&disk, 0, &[7; BLOCK]).unwrap();
+        let how = MoveOptions { open: allowed.clone(), ..options(&new) };
+        let mut moving = Moving::begin(&disk, &how).unwrap();
+        let sent = finish(&mut moving);
+        // The second disk finds its base there.
+        assert_eq!(sent > 1 << 20, number == 0, "{sent} bytes");
+        moving.let_go().unwrap();
+        disk.close().unwrap();
+        drop(disk);
+        assert!(base.exists(), "it lies in no directory of the disk's");
+        let mut model = states[0].clone();
+        model[..BLOCK].fill(7);
+        assert_same(&content(&new.join(name), "qcow2"), &model, 0, "to stock tools");
+    }
+}
+
+#[test]
+fn a_disk_that_moves_back_finds_its_old_files() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let (path, states) = with_history(&old, 2);
+    let disk = open_with(&path, &OpenOptions::default());
+    let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+    let sent = finish(&mut moving);
+    drop(moving);
+    write(&disk, 0, &[7; BLOCK]).unwrap();
+    let mut back = Moving::begin(&disk, &options(&old)).unwrap();
+    assert!(finish(&mut back) * 4 < sent);
+    back.let_go().unwrap();
+    assert_eq!((disk.path(), moved_to(&path)), (&*path, None));
+    let mut model = states[2].clone();
+    model[..BLOCK].fill(7);
+    assert_reads(&disk, &model, "moved there and back");
+    disk.close().unwrap();
+    drop(disk);
+    assert_eq!(files_in(&new), [".web.qcow2.moved"]);
+    assert_same(&content(&path, "qcow2"), &model, 0, "to stock tools");
+    let own = list(&path, &OpenOptions::default()).unwrap();
+    assert_eq!(
+        own.iter().filter(|snapshot| snapshot.name().is_some_and(|name| name.starts_with('s'))).count(),
+        2
+    );
+}
+
+#[test]
+fn what_cannot_be_moved_is_refused_and_stays_as_it_is() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let (path, states) = with_history(&old, 1);
+    let disk = open_with(&path, &OpenOptions::default());
+    let refused = |to: &Path| Moving::begin(&disk, &options(to)).unwrap_err().to_string();
+    assert!(refused(&old).contains("it is there"));
+    assert!(refused(&dir.path().join("none")).contains("No such file"));
+    assert!(refused(&path).contains("no directory"));
+    fs::write(new.join("web.qcow2"), "somebody's").unwrap();
+    assert!(refused(&new).contains("exists already"));
+    fs::remove_file(new.join("web.qcow2")).unwrap();
+    assert_eq!((disk.path(), disk.layers().len()), (&*path, 2));
+    assert_reads(&disk, &states[1], "as before");
+    disk.close().unwrap();
+    drop(disk);
+    let disk = open_with(&path, &OpenOptions { read_only: true, ..OpenOptions::default() });
+    let error = Moving::begin(&disk, &options(&new)).unwrap_err().to_string();
+    assert!(error.contains("read-only"), "{error}");
+}
+
+/// Names at the target may be taken, by files of the same length, too.
+#[test]
+fn a_layer_whose_name_is_taken_gets_another() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let (path, states) = with_history(&old, 2);
+    let disk = open_with(&path, &OpenOptions::default());
+    let other = |number: usize, len: u64| {
+        let name = disk.layers()[number].path.file_name().unwrap().to_owned();
+        fs::File::create(new.join(name)).unwrap().set_len(len).unwrap();
+    };
+    other(0, fs::metadata(&disk.layers()[0].path).unwrap().len());
+    other(1, 9);
+    let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+    finish(&mut moving);
+    moving.let_go().unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    let names = files_in(&new);
+    assert!(
+        ["web.s0.2.qcow2", "web.s1.2.qcow2"].iter().all(|name| names.iter().any(|is| is == name)),
+        "{names:?}"
+    );
+    assert_same(&content(&new.join("web.qcow2"), "qcow2"), &states[2], 0, "to stock tools");
+    assert_same(&content(&new.join("web.s1.2.qcow2"), "qcow2"), &states[1], 0, "to stock tools");
+}
+
+/// Whenever that is: also while what was written last is copied, from a directory that the disk is not in any more.
+#[test]
+fn snapshots_that_are_taken_on_the_way_move_too_and_stay_held() {
+    for_seeds(12, |seed| {
+        let dir = scratch();
+        let (old, new) = directories(dir.path());
+        let (path, mut states) = with_history(&old, 1);
+        let mut random = random("on the way", seed);
+        let disk = open_with(&path, &OpenOptions::default());
+        snapshot::hold(&path, "s0", "backup", &OpenOptions::default()).unwrap();
+        let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+        let mut model = states.pop().unwrap();
+        let mut taken = 0;
+        while moving.phase() != Phase::Whole {
+            moving.step(random.random_range(1..1 << 20)).unwrap();
+            let at = random.random_range(0..SIZE / BLOCK as u64) * BLOCK as u64;
+            let bytes = pattern(&mut random, BLOCK);
+            write(&disk, at, &bytes).unwrap();
+            model[at as usize..at as usize + BLOCK].copy_from_slice(&bytes);
+            if random.random_range(0..12) == 0 {
+                disk.snapshot(&named(&format!("way-{taken}"))).unwrap();
+                states.push(model.clone());
+                taken += 1;
+            }
+        }
+        moving.let_go().unwrap();
+        assert_reads(&disk, &model, "moved");
+        disk.close().unwrap();
+        drop(disk);
+        assert_eq!(files_in(&old), [".web.qcow2.moved"]);
+        let to = new.join("web.qcow2");
+        assert_same(&content(&to, "qcow2"), &model, 0, "to stock tools");
+        let names = (0..taken).map(|number| format!("way-{number}"));
+        for (name, state) in std::iter::once("s0".to_owned()).chain(names).zip(&states) {
+            let found = snapshot::find(&to, &name, &OpenOptions::default()).unwrap();
+            assert_same(&content(&found.layer, "qcow2"), state, 0, &name);
+            assert_clean(&found.layer);
+            assert_eq!(found.holds().unwrap().len(), usize::from(name == "s0"));
+        }
+    });
+}
+
+/// A file system of so many bytes, in memory; `None` without the right to mount one.
+struct Mounted(PathBuf);
+
+impl Mounted {
+    fn new(at: &Path, bytes: u64) -> Option<Self> {
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "vmstrata-test"]).arg(at);
+        mount.status().unwrap().success().then(|| Self(at.to_owned()))
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_target_that_is_full_ends_the_move_and_not_the_disk() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let (path, states) = with_history(&old, 1);
+    let disk = open_with(&path, &OpenOptions::default());
+    let Some(small) = Mounted::new(&new, 1 << 20) else {
+        return eprintln!("not tested: it takes the right to mount");
+    };
+    let error = Moving::begin(&disk, &options(&new)).unwrap_err();
+    assert!(matches!(error, Error::NoRoom { needed: 2_000_000.., .. }), "{error}");
+    drop(small);
+    let _large = Mounted::new(&new, 16 << 20).unwrap();
+    let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+    fs::write(new.join("somebody's"), vec![7; 15 << 20]).unwrap();
+    let error = loop {
+        match moving.step(256 << 10) {
+            Ok(_) => {}
+            Err(error) => break error.to_string(),
+        }
+    };
+    assert!(error.contains("write the copy at offset") && error.contains("No space left"), "{error}");
+    assert_eq!((moving.phase(), disk.path()), (Phase::Copying, &*path));
+    write(&disk, 0, &[7; BLOCK]).unwrap();
+    fs::remove_file(new.join("somebody's")).unwrap();
+    finish(&mut moving);
+    moving.let_go().unwrap();
+    let mut model = states[1].clone();
+    model[..BLOCK].fill(7);
+    assert_reads(&disk, &model, "moved");
+    disk.close().unwrap();
+}
+
+/// Somebody who can write beside a disk could have its server open any file.
+#[test]
+fn notes_that_others_can_write_are_not_believed() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let (path, _) = with_history(&old, 0);
+    let disk = open_with(&path, &OpenOptions::default());
+    let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+    while moving.phase() == Phase::Copying {
+        moving.step(1 << 20).unwrap();
+    }
+    let to = new.join("web.qcow2");
+    assert_eq!((moved_to(&path), source_directory(&to)), (Some(to.clone()), Some(old.clone())));
+    for note in [old.join(".web.qcow2.moved"), new.join(".web.qcow2.moving")] {
+        fs::set_permissions(note, fs::Permissions::from_mode(0o666)).unwrap();
+    }
+    assert_eq!((moved_to(&path), source_directory(&to)), (None, None));
+    let error = Moving::resume(&disk, &OpenOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("not this user's alone"), "{error}");
+    disk.close().unwrap();
+}
+
+/// The target's storage lies, or somebody writes there.
+#[test]
+fn a_copy_that_reads_otherwise_is_no_copy() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let (path, states) = with_history(&old, 1);
+    let disk = open_with(&path, &OpenOptions::default());
+    let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+    let part = |new: &Path| files_in(new).into_iter().find(|name| name.ends_with(".part"));
+    while moving.step(1 << 20).unwrap().bytes == 0 {}
+    let torn = fs::File::options().write(true).open(new.join(part(&new).unwrap())).unwrap();
+    torn.write_all_at(b"torn", 70_000).unwrap();
+    let error = loop {
+        match moving.step(64 << 20) {
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::Corrupt { .. }), "{error}");
+    assert_eq!(part(&new), None, "it is not gone on with");
+    finish(&mut moving);
+    moving.let_go().unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    assert_same(&content(&new.join("web.qcow2"), "qcow2"), &states[1], 0, "to stock tools");
+}
+
+/// Block `number` of the child's writes, and where it goes.
+fn numbered(number: u64) -> (u64, Vec<u8>) {
+    let mut bytes = number.to_le_bytes().to_vec();
+    bytes.resize(BLOCK, number as u8);
+    ((number * 37) % (SIZE / BLOCK as u64) * BLOCK as u64, bytes)
+}
+
+fn follow(path: &Path) -> PathBuf {
+    moved_to(path).unwrap_or_else(|| path.to_owned())
+}
+
+/// With a journal for what is not flushed, beside the disk's old directory.
+fn open_where_it_is(path: &Path) -> Arc<Disk> {
+    let journal = path.parent().unwrap().with_file_name("journal");
+    fs::create_dir_all(&journal).unwrap();
+    let path = follow(path);
+    let allow_backing = source_directory(&path).into_iter().collect();
+    let options = OpenOptions { allow_backing, ..OpenOptions::default() };
+    Disk::open(&path, &options, &small_resources(Some(&journal))).unwrap()
+}
+
+/// Moves the disk, and writes one numbered block after the other, each told once it is written.
+fn child(orders: &str) {
+    let (path, to) = orders.split_once('\n').unwrap();
+    let (path, to) = (Path::new(path), Path::new(to));
+    let disk = open_where_it_is(path);
+    let first = std::env::args().count() as u64;
+    let from = std::env::var("VMSTRATA_TEST_MOVE_FIRST").map_or(first, |first| first.parse().unwrap());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut out = std::io::stdout().lock();
+            for number in from.. {
+                let (at, bytes) = numbered(number);
+                write(&disk, at, &bytes).unwrap();
+                writeln!(out, "{number}").unwrap();
+            }
+        });
+        let mut moving = Moving::begin(&disk, &options(to)).unwrap();
+        finish(&mut moving);
+        std::thread::park();
+    });
+}
+
+/// Whatever was written before is there, by the one path that is the disk; the move goes on, and sends little again.
+#[test]
+fn a_move_that_is_killed_loses_nothing_and_goes_on() {
+    if let Ok(orders) = std::env::var(ORDERS) {
+        return child(&orders);
+    }
+    let dir = scratch();
+    let switched = Cell::new(0);
+    for_seeds(12, |seed| {
+        let mut random = random("killed", seed);
+        let (old, new) = directories(&dir.path().join(seed.to_string()));
+        let (path, mut states) = with_history(&old, 2);
+        let mut model = states.pop().unwrap();
+        let mut next = 0;
+        for _ in 0..3 {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["--exact", "a_move_that_is_killed_loses_nothing_and_goes_on", "--nocapture"]);
+            command.env(ORDERS, format!("{}\n{}", path.display(), new.display()));
+            command.env("VMSTRATA_TEST_MOVE_FIRST", next.to_string()).stdout(Stdio::piped());
+            let mut running = command.spawn().unwrap();
+            std::thread::sleep(Duration::from_millis(random.random_range(1..250)));
+            running.kill().unwrap();
+            let said = running.wait_with_output().unwrap().stdout;
+            let said = String::from_utf8(said).unwrap();
+            let whole = said.rfind('\n').map_or("", |end| &said[..end]);
+            let told = whole.lines().rev().find_map(|line| line.trim().parse::<u64>().ok());
+            let disk = open_where_it_is(&path);
+            let to = new.join("web.qcow2");
+            assert!(!(path.exists() && disk.path() == to), "one path is the disk");
+            let written = told.map_or(next, |told| told + 1);
+            for number in next..written {
+                let (at, bytes) = numbered(number);
+                model[at as usize..at as usize + BLOCK].copy_from_slice(&bytes);
+            }
+            // The next one may be written, and not told.
+            let (at, bytes) = numbered(written);
+            if read(&disk, at, BLOCK).unwrap() == bytes {
+                model[at as usize..at as usize + BLOCK].copy_from_slice(&bytes);
+            }
+            next = written;
+            assert_reads(&disk, &model, "after it was killed");
+            switched.set(switched.get() + usize::from(disk.path() == to));
+            disk.close().unwrap();
+        }
+        let disk = open_where_it_is(&path);
+        let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+        finish(&mut moving);
+        moving.let_go().unwrap();
+        assert_reads(&disk, &model, "moved");
+        disk.close().unwrap();
+        drop(disk);
+        assert_eq!(files_in(&old), [".web.qcow2.moved"]);
+        let to = new.join("web.qcow2");
+        assert_clean(&to);
+        assert_same(&content(&to, "qcow2"), &model, 0, "to stock tools");
+        for (number, state) in states.iter().enumerate() {
+            let found = snapshot::find(&to, &format!("s{number}"), &OpenOptions::default()).unwrap();
+            assert_same(&content(&found.layer, "qcow2"), state, 0, "a snapshot");
+        }
+    });
+    assert!(switched.get() > 0, "some are killed after the switch");
+}
