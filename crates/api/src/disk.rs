@@ -218,12 +218,43 @@ pub struct DiskStatus {
     /// What of it is published; absent unless it is a tiered disk that is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tier: Option<TierStatus>,
+    /// Where it moves, or came from; absent unless it moves, or the files that it came from are kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moving: Option<MoveStatus>,
     /// Lookups of where a run of a read or write lies that the metadata in memory answered, since the disk was opened.
     #[serde(default, skip_serializing_if = "is_default")]
     pub metadata_hits: u64,
     /// Those that it did not: tables had to be read first.
     #[serde(default, skip_serializing_if = "is_default")]
     pub metadata_misses: u64,
+}
+
+/// A disk that moves to another directory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MoveStatus {
+    /// How far it is.
+    pub phase: MovePhase,
+    /// Its old path.
+    pub from: String,
+    /// Its new path.
+    pub to: String,
+    /// Bytes of files that are left to be copied, about.
+    pub left_bytes: u64,
+    /// When the files that it came from go, in ns since 1970; absent until all is copied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept_until_ns: Option<u64>,
+}
+
+/// How far a move is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MovePhase {
+    /// Guests write to the old path; layers are copied.
+    Copying,
+    /// Guests write to the new path; what they had written last is copied. The disk needs both directories.
+    Rest,
+    /// All is copied, and the files that it came from are kept for a while.
+    Moved,
 }
 
 /// All disks, in the order in which they were added.

@@ -124,6 +124,22 @@ pub enum JobSpec {
         #[schema(minimum = 1)]
         bytes_per_second: Option<u64>,
     },
+    /// Move a disk that goes on being used to another directory, with its history. Asked for again, it goes on where it was.
+    Move {
+        /// The disk.
+        disk: String,
+        /// The directory: an absolute path on the server's host.
+        #[schema(min_length = 1, pattern = r"^/[^\x00]*$")]
+        to: String,
+        /// For how long the files that it came from are kept; 600 if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(maximum = 31_622_400)]
+        keep_seconds: Option<u64>,
+        /// Bytes a second that the job may write; no limit if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1)]
+        bytes_per_second: Option<u64>,
+    },
 }
 
 impl JobSpec {
@@ -134,7 +150,8 @@ impl JobSpec {
             | Self::SnapshotDelete { disk, .. }
             | Self::Merge { disk, .. }
             | Self::Flatten { disk, .. }
-            | Self::TierAttach { disk, .. } => disk,
+            | Self::TierAttach { disk, .. }
+            | Self::Move { disk, .. } => disk,
         }
     }
 
@@ -146,6 +163,7 @@ impl JobSpec {
             Self::Merge { .. } => "merge",
             Self::Flatten { .. } => "flatten",
             Self::TierAttach { .. } => "tier_attach",
+            Self::Move { .. } => "move",
         }
     }
 
@@ -156,7 +174,8 @@ impl JobSpec {
             | Self::SnapshotDelete { bytes_per_second, .. }
             | Self::Merge { bytes_per_second, .. }
             | Self::Flatten { bytes_per_second, .. }
-            | Self::TierAttach { bytes_per_second, .. } => *bytes_per_second,
+            | Self::TierAttach { bytes_per_second, .. }
+            | Self::Move { bytes_per_second, .. } => *bytes_per_second,
         }
     }
 }

@@ -21,6 +21,9 @@ pub enum Error {
     /// The engine of tiered disks refused or failed.
     #[error(transparent)]
     Tier(#[from] vmstrata_tier::Error),
+    /// A move was refused, or failed.
+    #[error(transparent)]
+    Move(#[from] vmstrata_migrate::Error),
     /// The directory for copies of tiered disks cannot be used.
     #[error("{}: cannot make the directory for copies of tiered disks", path.display())]
     TierDirectory {

@@ -18,6 +18,7 @@ mod caches;
 mod disks;
 mod exports;
 mod jobs;
+mod moving;
 mod quiesce;
 mod reconcile;
 mod report;
@@ -39,6 +40,7 @@ use vmstrata_api::Event;
 use vmstrata_disk::{Disk, ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
+use vmstrata_migrate::Report;
 use vmstrata_tier::{CachedFiles, Tiered, Wire};
 
 use self::attach::BeingAttached;
@@ -119,13 +121,23 @@ struct Entry {
     tier: Option<(Arc<Tiered>, usize)>,
     /// What is not published yet, of a disk that became a tiered one while it was in use.
     attaching: Option<BeingAttached>,
+    /// What is known of its move, until the files that it came from are gone.
+    moving: Option<Report>,
     /// Whether it was added while the server, or the one before it, ran.
     is_added: bool,
 }
 
 impl Entry {
     fn new(spec: DiskSpec, phase: Phase) -> Self {
-        Self { spec, phase, users: Arc::default(), tier: None, attaching: None, is_added: false }
+        Self {
+            spec,
+            phase,
+            users: Arc::default(),
+            tier: None,
+            attaching: None,
+            moving: None,
+            is_added: false,
+        }
     }
 }
 

@@ -12,6 +12,7 @@
 mod attach;
 mod index_build;
 mod merging;
+mod moving;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -26,6 +27,7 @@ use vmstrata_job::{Change, Job, State, Work};
 pub(crate) use self::attach::{Attached, TIER_ATTACH, TierAttach};
 pub(crate) use self::index_build::{INDEX_BUILD, IndexBuild};
 pub(crate) use self::merging::{DEFAULT_LIMIT, FLATTEN, MERGE, Merging, SNAPSHOT_DELETE};
+pub(crate) use self::moving::{DiskMove, MOVE};
 use crate::audit::{Audit, What};
 use crate::error::Error;
 use vmstrata_types::told;
@@ -151,6 +153,21 @@ impl Jobs {
         let mut own = table.jobs.iter().filter(|entry| entry.disk == disk && !entry.job.is_ended());
         match own.find(|entry| entry.kind.removes_files) {
             Some(entry) => Err(Error::JobExists { kind: entry.kind.name, disk: disk.to_owned() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses to begin beside a job of one of these kinds on the same disk, or one that is about to begin.
+    ///
+    /// # Errors
+    /// That job.
+    pub(crate) fn refuse_beside(&self, kinds: &[&'static Kind], disk: &str) -> Result<(), Error> {
+        let table = self.table.lock();
+        let live = table.jobs.iter().filter(|entry| !entry.job.is_ended());
+        let live = live.map(|entry| (entry.kind, &*entry.disk));
+        let mut all = live.chain(table.reserved.iter().map(|(kind, disk)| (*kind, &**disk)));
+        match all.find(|(kind, of)| *of == disk && kinds.contains(kind)) {
+            Some((kind, _)) => Err(Error::JobExists { kind: kind.name, disk: disk.to_owned() }),
             None => Ok(()),
         }
     }

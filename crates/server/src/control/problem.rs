@@ -76,6 +76,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         | Error::NewGroup { .. }
         | Error::GroupDiffers { .. } => (422, "invalid"),
         Error::Tier(tier) => classify_tier(tier),
+        Error::Move(moved) => classify_move(moved),
         Error::NotAllPublished { .. } => (503, "not-published"),
         Error::Served { .. } => (409, "already-served"),
         Error::NoSuchDisk { .. } => (404, "no-such-disk"),
@@ -135,6 +136,17 @@ fn classify_tier(error: &vmstrata_tier::Error) -> (u16, &'static str) {
         | Error::OtherDisk { .. }
         | Error::Detached { .. } => (422, "invalid"),
         _ => (500, "tier"),
+    }
+}
+
+fn classify_move(error: &vmstrata_migrate::Error) -> (u16, &'static str) {
+    use vmstrata_migrate::Error;
+    match error {
+        Error::Disk(engine) => classify_engine(engine),
+        Error::Refused { .. } => (422, "invalid"),
+        Error::Exists { .. } => (409, "name-taken"),
+        Error::NoRoom { .. } => (507, "no-space"),
+        _ => (500, "move"),
     }
 }
 

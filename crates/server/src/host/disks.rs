@@ -26,7 +26,7 @@ const CLOSED_AT_ONCE: usize = 32;
 impl Host {
     /// Takes the name of a disk that is to be opened.
     pub(super) fn enter(&self, spec: DiskSpec) -> Result<(Change<'_>, DiskSpec), Error> {
-        let spec = spec.absolute().map_err(Error::no_directory)?;
+        let spec = spec.absolute().map_err(Error::no_directory)?.where_it_is();
         let (change, mut table) = self.begin_change()?;
         if let Some(path) = table.entry(&spec.name).map(|other| other.spec.path.clone()) {
             drop(table);
@@ -47,6 +47,7 @@ impl Host {
         for (spec, disk) in specs.iter().zip(self.open_and_let_in(specs)?) {
             self.tell(Event::DiskAdded { disk: spec.name.clone() });
             self.mend_index(&spec.name, &disk);
+            self.go_on_moving(&spec.name, &disk);
         }
         self.due.now();
         Ok(())

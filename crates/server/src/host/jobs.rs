@@ -10,7 +10,7 @@ use vmstrata_types::path_from_text;
 use super::Host;
 use crate::audit::What;
 use crate::error::Error;
-use crate::jobs::{DEFAULT_LIMIT, FLATTEN, INDEX_BUILD, IndexBuild, MERGE, Merging, SNAPSHOT_DELETE};
+use crate::jobs::{DEFAULT_LIMIT, FLATTEN, INDEX_BUILD, IndexBuild, MERGE, MOVE, Merging, SNAPSHOT_DELETE};
 use crate::spec::{SpecError, check_path};
 
 /// A limit of 0 would be a pause that does not say so.
@@ -72,11 +72,14 @@ impl Host {
         })
     }
 
-    fn begin_job(&self, asked: JobSpec, by: ChangedBy) -> Result<JobStatus, Error> {
+    pub(super) fn begin_job(&self, asked: JobSpec, by: ChangedBy) -> Result<JobStatus, Error> {
         let limit = asked.bytes_per_second();
         check_limit(limit)?;
         if let JobSpec::TierAttach { .. } = asked {
             return self.begin_attach(&asked, by);
+        }
+        if let JobSpec::Move { .. } = asked {
+            return self.begin_move(&asked, by);
         }
         let (_change, table) = self.begin_change()?;
         let (spec, open) = table.lend(asked.disk(), BEGINNING)?;
@@ -111,8 +114,9 @@ impl Host {
                 let how = how(*remove, MergeDirection::Stream, *forget_missing);
                 (slot, Merging::flatten(Arc::clone(&open), onto.as_ref(), *drop_snapshots, how)?)
             }
-            JobSpec::TierAttach { .. } => unreachable!("begun above"),
+            JobSpec::TierAttach { .. } | JobSpec::Move { .. } => unreachable!("begun above"),
         };
+        self.jobs.refuse_beside(&[&MOVE], asked.disk())?;
         let limit = Some(limit.unwrap_or(DEFAULT_LIMIT));
         self.keep_job(asked.disk(), || slot.start(limit, by, work))
     }

@@ -9,6 +9,7 @@ use vmstrata_export::nbd::TlsMode;
 use vmstrata_store::io_uring_refused;
 use vmstrata_types::path_to_text;
 
+use super::moving::move_status;
 use super::tier::tier_status;
 use super::{Entry, Host, Phase};
 use crate::error::Error;
@@ -128,6 +129,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
             (None, Some(attaching)) => Some(tier_status(&attaching.status())),
             (None, None) => None,
         },
+        moving: entry.moving.as_ref().map(move_status),
         metadata_hits: stats.metadata_hits[0],
         metadata_misses: stats.metadata_misses[0],
     }

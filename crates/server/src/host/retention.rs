@@ -73,10 +73,17 @@ fn room_wanted(error: &Error) -> Option<u64> {
 impl Host {
     /// Looks after the disks for as long as the server runs.
     pub(crate) async fn retain(self: Arc<Self>) {
+        let mut next = PERIOD;
         loop {
-            let _ = tokio::time::timeout(PERIOD, self.due.wake.notified()).await;
+            let _ = tokio::time::timeout(next, self.due.wake.notified()).await;
             let host = Arc::clone(&self);
-            if let Err(error) = tokio::task::spawn_blocking(move || host.prune_all()).await {
+            let look = move || {
+                host.prune_all();
+                host.let_go_of_sources()
+            };
+            let looked = tokio::task::spawn_blocking(look).await;
+            next = looked.as_ref().map_or(PERIOD, |next| next.map_or(PERIOD, |next| next.min(PERIOD)));
+            if let Err(error) = looked {
                 tracing::error!(%error, "cannot look after the disks");
             }
         }

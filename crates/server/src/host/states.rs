@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use vmstrata_disk::snapshot::Snapshot;
 use vmstrata_disk::{Format, OpenOptions, check_locks, snapshot};
+use vmstrata_migrate::source_directory;
 use vmstrata_store::FileId;
 
 use crate::error::Error;
@@ -15,13 +16,15 @@ use crate::spec::{CloneOf, DiskSpec, SpecError, StateError};
 pub(super) fn open_options(spec: &DiskSpec, allow_backing: &[PathBuf]) -> OpenOptions {
     // What is said of a clone's format is said of the disk that it starts from: a clone is always an overlay.
     let format = if spec.clone_of.is_some() { Some(Format::Qcow2) } else { spec.format };
+    let mut backing = spec.backing.clone().unwrap_or_else(|| allow_backing.to_vec());
+    backing.extend(source_directory(&spec.path));
     OpenOptions {
         read_only: spec.read_only,
         force: spec.force,
         cache: spec.cache,
         detect_zeroes: spec.detect_zeroes,
         subclusters: spec.subclusters,
-        allow_backing: spec.backing.clone().unwrap_or_else(|| allow_backing.to_vec()),
+        allow_backing: backing,
         allow_backing_alone: spec.backing.is_some(),
         format,
         ..OpenOptions::default()
@@ -38,6 +41,7 @@ pub(crate) fn look_at(
     allow_backing: &[PathBuf],
     passes: impl Fn(FileId) -> bool,
 ) -> Result<(), Error> {
+    let spec = &spec.clone().where_it_is();
     if let Some(tier) = &spec.tier {
         // Its layers are this host's own, whose locks the other server has; its image is of no use once it is published elsewhere.
         if tier.repository.is_some() {

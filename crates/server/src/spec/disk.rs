@@ -405,6 +405,18 @@ impl DiskSpec {
         Ok(self)
     }
 
+    /// The same by the disk's new path, if it has moved.
+    #[must_use]
+    pub(crate) fn where_it_is(mut self) -> Self {
+        if self.tier.is_none()
+            && let Some(path) = vmstrata_migrate::moved_to(&self.path)
+        {
+            tracing::warn!(disk = self.name, from = %self.path.display(), to = %path.display(), "has moved: serve it by its new path");
+            self.path = path;
+        }
+        self
+    }
+
     /// The same where relative paths are seen from `directory`.
     #[must_use]
     pub(crate) fn seen_from(mut self, directory: &Path) -> Self {

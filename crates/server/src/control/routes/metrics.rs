@@ -312,6 +312,7 @@ mod tests {
             read_only: false,
             detect_zeroes: vmstrata_api::DetectZeroes::Off,
             subclusters: vmstrata_api::Subclusters::On,
+            moving: None,
             tier: Some(tier()),
             limits: vmstrata_api::DiskLimits::default(),
             size_bytes: Some(1 << 30),

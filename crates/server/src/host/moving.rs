@@ -1,0 +1,185 @@
+//! Disks in use move to other directories, and the files that they came from go after a while.
+//!
+//! ```text
+//!   job move ──► Report in the disk's entry ──► its path, its status
+//!   opened, job ended, some time passed ──► Due ──► states that only the move made: job snapshot_delete ──► old files removed
+//! ```
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmstrata_api::{self as api, ChangedBy, JobSpec, JobStatus, MergeDirection};
+use vmstrata_disk::Disk;
+use vmstrata_disk::snapshot::{list, now_ns};
+use vmstrata_migrate::{MoveOptions, Moving, Phase, Report};
+use vmstrata_types::{path_from_text, path_to_text};
+
+use super::Host;
+use crate::error::Error;
+use crate::jobs::{DiskMove, FLATTEN, MERGE, MOVE, SNAPSHOT_DELETE, Slot};
+
+/// What is done with a disk until its job has begun.
+const BEGINNING: &str = "being moved";
+
+impl Host {
+    /// Begins to move a disk, or goes on with that.
+    pub(super) fn begin_move(&self, asked: &JobSpec, by: ChangedBy) -> Result<JobStatus, Error> {
+        let JobSpec::Move { disk: name, to, keep_seconds, bytes_per_second } = asked else {
+            unreachable!("asked for by its kind")
+        };
+        let (_change, table) = self.begin_change()?;
+        let (spec, disk) = table.lend(name, BEGINNING)?;
+        spec.refuse_if_tiered(BEGINNING)?;
+        let open = self.open_options(spec);
+        drop(table);
+        let slot = self.jobs.reserve(&MOVE, name)?;
+        self.jobs.refuse_beside(&[&MERGE, &FLATTEN, &SNAPSHOT_DELETE], name)?;
+        let mut options = MoveOptions::new(path_from_text(to), open);
+        options.keep = keep_seconds.map_or(options.keep, Duration::from_secs);
+        let moving = Moving::begin(&disk, &options)?;
+        self.run_move(name, slot, moving, (*bytes_per_second, by))
+    }
+
+    /// Goes on with the move of a disk that was opened by its new path.
+    pub(super) fn go_on_moving(&self, name: &str, disk: &Arc<Disk>) {
+        let go_on = || -> Result<Option<JobStatus>, Error> {
+            let open = {
+                let table = self.table.lock();
+                let (spec, _) = table.serving(name)?;
+                if spec.tier.is_some() || spec.read_only {
+                    return Ok(None);
+                }
+                self.open_options(spec)
+            };
+            let Some(moving) = Moving::resume(disk, &open)? else { return Ok(None) };
+            if moving.phase() == Phase::Whole {
+                self.note_move(name, moving.report());
+                return Ok(None);
+            }
+            let slot = self.jobs.reserve(&MOVE, name)?;
+            self.run_move(name, slot, moving, (None, ChangedBy::Server)).map(Some)
+        };
+        match go_on() {
+            Ok(Some(job)) => tracing::info!(disk = name, job = job.id, "its move goes on"),
+            Ok(None) => {}
+            Err(error) => tracing::error!(disk = name, %error, "its move does not go on"),
+        }
+    }
+
+    fn run_move(
+        &self,
+        name: &str,
+        slot: Slot,
+        moving: Moving,
+        (limit, by): (Option<u64>, ChangedBy),
+    ) -> Result<JobStatus, Error> {
+        let (host, disk) = (self.me.clone(), name.to_owned());
+        let tell = move |report: Report| {
+            if let Some(host) = host.upgrade() {
+                host.note_move(&disk, report);
+            }
+        };
+        let work = DiskMove::new(moving, Box::new(tell));
+        self.keep_job(name, || slot.start(limit, by, work))
+    }
+
+    /// Notes where a disk is.
+    fn note_move(&self, name: &str, report: Report) {
+        let has_moved = report.phase != Phase::Copying;
+        let mut table = self.table.lock();
+        let Some(entry) = table.entry_mut(name) else { return };
+        let is_new = has_moved && entry.spec.path != report.to;
+        if is_new {
+            entry.spec.path = report.to.clone();
+        }
+        let is_whole = report.phase == Phase::Whole;
+        entry.moving = Some(report);
+        drop(table);
+        if is_new {
+            self.save();
+            tracing::info!(disk = name, "serve it by its new path from now on");
+        }
+        if is_whole {
+            self.due.now();
+        }
+    }
+
+    /// Lets go of files that moved disks came from, once their time is over. Returns how long until the next one's is.
+    pub(super) fn let_go_of_sources(&self) -> Option<Duration> {
+        let moved: Vec<(String, Report)> = {
+            let table = self.table.lock();
+            let moved = |entry: &super::Entry| Some((entry.spec.name.clone(), entry.moving.clone()?));
+            table.disks.iter().filter_map(moved).collect()
+        };
+        let mut next: Option<Duration> = None;
+        for (name, report) in moved {
+            let Some(until) = report.kept_until_ns else { continue };
+            let left = Duration::from_nanos(until.saturating_sub(now_ns()));
+            if left > Duration::ZERO {
+                next = Some(next.map_or(left, |next| next.min(left)));
+                continue;
+            }
+            if let Err(error) = self.let_go_of_source(&name, &report) {
+                tracing::warn!(disk = name, %error, "the files that it came from stay for now");
+            }
+        }
+        next
+    }
+
+    fn let_go_of_source(&self, name: &str, report: &Report) -> Result<(), Error> {
+        let (_change, table) = self.begin_change()?;
+        let (spec, disk) = table.lend(name, "letting go of the files that it came from")?;
+        let open = self.open_options(spec);
+        drop(table);
+        let is_there = |wanted: &String, known: Option<&str>| known == Some(wanted.as_str());
+        let states = list(disk.path(), &open)?;
+        let made = report.froze.iter().filter(|made| states.iter().any(|state| is_there(made, state.name())));
+        let made: Vec<String> = made.cloned().collect();
+        if !made.is_empty() {
+            let asked = JobSpec::SnapshotDelete {
+                disk: name.to_owned(),
+                snapshots: made,
+                keep_files: false,
+                direction: MergeDirection::default(),
+                forget_missing: false,
+                bytes_per_second: None,
+            };
+            drop(disk);
+            // The end of that looks here again.
+            return match self.begin_job(asked, ChangedBy::Server) {
+                Err(Error::JobExists { .. }) | Ok(_) => Ok(()),
+                Err(error) => Err(error),
+            };
+        }
+        let Some(moving) = Moving::resume(&disk, &open)? else { return Ok(()) };
+        for kept in moving.let_go()? {
+            match kept.kept {
+                None => {
+                    tracing::info!(disk = name, file = %kept.path.display(), "removed: the disk has moved")
+                }
+                Some(why) => {
+                    tracing::warn!(disk = name, file = %kept.path.display(), "stays though the disk has moved: {why}");
+                }
+            }
+        }
+        if let Some(entry) = self.table.lock().entry_mut(name) {
+            entry.moving = None;
+        }
+        Ok(())
+    }
+}
+
+/// As the API says it.
+pub(super) fn move_status(report: &Report) -> api::MoveStatus {
+    api::MoveStatus {
+        phase: match report.phase {
+            Phase::Copying => api::MovePhase::Copying,
+            Phase::Rest => api::MovePhase::Rest,
+            Phase::Whole => api::MovePhase::Moved,
+        },
+        from: path_to_text(&report.from),
+        to: path_to_text(&report.to),
+        left_bytes: report.left_bytes,
+        kept_until_ns: report.kept_until_ns,
+    }
+}
