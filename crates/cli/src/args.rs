@@ -11,6 +11,7 @@ mod job;
 mod layers;
 mod map;
 mod merge;
+mod moving;
 mod prune;
 mod resize;
 mod serve;
@@ -40,6 +41,7 @@ pub use self::job::{JobArgs, JobCommand};
 pub use self::layers::{FlattenArgs, LayersArgs, MergeArgs};
 pub use self::map::MapArgs;
 pub use self::merge::{LoseArgs, MergeHowArgs, RemoveArgs, SnapshotDeleteArgs};
+pub use self::moving::{DrainArgs, MoveArgs, MoveHowArgs};
 pub use self::prune::SnapshotPruneArgs;
 pub use self::resize::ResizeArgs;
 pub use self::serve::{ServeArgs, ThawGuardArgs};
@@ -137,6 +139,10 @@ pub enum Command {
     Gc(Box<GcArgs>),
     /// Give a disk another size, also while its guest runs
     Resize(Box<ResizeArgs>),
+    /// Move a disk to another directory with its history, also while its guest runs
+    Move(Box<MoveArgs>),
+    /// Move all disks of a directory that a server serves
+    Drain(Box<DrainArgs>),
     /// Show what changed between two states of a disk
     Diff(DiffArgs),
     /// Copy a state of a disk, whole or what changed, with checksums; or verify a copy

@@ -73,6 +73,8 @@ fn run(mut command: Command) -> anyhow::Result<ExitCode> {
         Command::Flatten(args) => commands::merge::flatten(&args),
         Command::Gc(args) => commands::gc::run(&args),
         Command::Resize(args) => commands::resize::run(&args),
+        Command::Move(args) => commands::moving::run(&args),
+        Command::Drain(args) => commands::moving::drain(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Backup(args) => commands::backup::run(&args),
         Command::Restore(args) => commands::restore::run(&args),

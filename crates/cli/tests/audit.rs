@@ -52,6 +52,7 @@ const STEPS: &[Step] = &[
     freeing("gc %/web.qcow2 --yes", "gc", "web.qcow2"),
     freeing("flatten %/web.qcow2 --yes", "flatten", "web.qcow2"),
     step("check %/web.qcow2 --repair leaks", "disk_repair", "web.qcow2"),
+    step("move %/web.qcow2 --to %/elsewhere", "move", "web.qcow2"),
     step("vm repair --vault %/vault --one-device", "vm_repair", ""),
     step("vm delete web@1 --vault %/vault", "vm_delete", ""),
     step("vm prune web --keep last=1 --vault %/vault", "vm_delete", ""),
@@ -74,6 +75,7 @@ const OTHERS: &[&str] = &[
     "disk add",
     "disk limit",
     "disk remove",
+    "drain",
     "export add",
     "export remove",
     "job list",
@@ -177,6 +179,7 @@ fn assert_recorded(step: &Step, images: &Images, audit: &Path) {
 fn every_changing_command_leaves_one_record() {
     let (images, records) = (Images::new(), Images::new());
     std::fs::write(images.path("old.img"), vec![7; 1 << 20]).expect("writes");
+    std::fs::create_dir(images.path("elsewhere")).expect("makes");
     save_guest(images.path("vault"));
     for step in STEPS {
         assert_recorded(step, &images, &records.path("audit"));

@@ -3,10 +3,9 @@
 mod support;
 
 use std::fs;
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::process::{Child, ChildStdout, Command, Stdio};
 
 use serde_json::{Value, json};
+use support::guest::Guest;
 use support::http::ask;
 use support::server::Server;
 use support::{Images, assert_clean, run_err, run_ok, tool_ok, vmstrata, wait_until};
@@ -48,6 +47,12 @@ impl Nas {
         tool_ok("qemu-io", ["-f", "qcow2", "-c", command, &self.model]);
     }
 
+    /// Has the guest write, and the model as well.
+    fn write(&self, guest: &mut Guest, what: &str) {
+        guest.write(what);
+        self.model(&format!("write {what}"));
+    }
+
     fn assert_published(&self) {
         assert_clean(self.path.as_ref());
         tool_ok("qemu-img", ["compare", &self.path, &self.model]);
@@ -65,60 +70,23 @@ impl Nas {
     }
 }
 
-/// A guest that stays connected.
-struct Guest {
-    child: Child,
-    said: BufReader<ChildStdout>,
-}
-
-impl Guest {
-    fn new(server: &Server) -> Self {
-        // It says at once what it has done.
-        let mut guest = Command::new("stdbuf");
-        guest
-            .args(["-o0", "qemu-io", "-f", "raw", &server.uri("web")])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut child = guest.spawn().unwrap();
-        let said = BufReader::new(child.stdout.take().unwrap());
-        Self { child, said }
-    }
-
-    /// Has it write, with FUA, and the model as well. One command at a time: it looks for more of them when its input has some.
-    fn write(&mut self, nas: &Nas, what: &str) {
-        writeln!(self.child.stdin.as_mut().unwrap(), "write -f {what}").unwrap();
-        let mut line = String::new();
-        while !line.contains(" ops; ") {
-            line.clear();
-            assert!(self.said.read_line(&mut line).unwrap() > 0, "it has ended");
-            assert!(!line.contains("failed"), "{line}");
-        }
-        nas.model(&format!("write {what}"));
-    }
-
-    fn end(mut self) {
-        drop(self.child.stdin.take());
-        assert!(self.child.wait().unwrap().success());
-    }
-}
-
 #[test]
 fn a_guest_goes_on_while_its_disk_becomes_a_tiered_one() {
     let nas = Nas::new();
     let server = nas.serve("");
     let mut guest = Guest::new(&server);
-    guest.write(&nas, "-P 1 0 4M");
+    nas.write(&mut guest, "-P 1 0 4M");
     let said =
         server.ask_ok(["tier", "attach", "web", "--tier", &nas.tier(), "--with", "window=600,epochs=1h"]);
     assert!(said.starts_with("attached: web: epoch 1"), "{said}");
     assert!(said.contains("durable on this host at once, and in the repository within 10 min"), "{said}");
     assert_clean(nas.path.as_ref());
-    guest.write(&nas, "-P 2 2M 4M");
+    nas.write(&mut guest, "-P 2 2M 4M");
     server.ask_ok(["tier", "sync", "web"]);
     nas.assert_published();
     nas.assert_reads(&server);
     server.ask_ok(["snapshot", "create", "web", "--name", "mon"]);
-    guest.write(&nas, "-P 3 8M 1M");
+    nas.write(&mut guest, "-P 3 8M 1M");
     let refused = server.ask_err(["tier", "attach", "web", "--tier", &nas.tier()]);
     assert!(refused.contains("is tiered, which does not go with"), "{refused}");
     guest.end();
@@ -140,11 +108,11 @@ fn a_server_that_is_killed_while_it_attaches_a_disk_is_followed_by_one_that_goes
     fs::copy(&nas.model, &nas.path).unwrap();
     let server = nas.serve("");
     let mut guest = Guest::new(&server);
-    guest.write(&nas, "-P 1 0 1M");
+    nas.write(&mut guest, "-P 1 0 1M");
     let asked = nas.attach_slowly();
     let post = |asked: &Value| ask(&server.control(), "POST", "/v1/jobs", &asked.to_string());
     assert_eq!(post(&asked).status, 201);
-    guest.write(&nas, "-P 2 1M 1M");
+    nas.write(&mut guest, "-P 2 1M 1M");
     let shown = server.ask_ok(["tier", "status", "web"]);
     assert!(shown.contains("BEING ATTACHED"), "{shown}");
     for command in [&["tier", "sync", "web"][..], &["snapshot", "create", "web", "--name", "mon"]] {
@@ -153,8 +121,7 @@ fn a_server_that_is_killed_while_it_attaches_a_disk_is_followed_by_one_that_goes
     }
     assert_eq!(post(&asked).status, 409, "one job does it");
     let runtime = server.crash();
-    let _ = guest.child.kill();
-    let _ = guest.child.wait();
+    guest.kill();
 
     nas.refuse_without_tier();
     let (disk, nbd) =
@@ -178,7 +145,7 @@ fn a_job_that_was_cancelled_goes_on_when_it_is_asked_for_again() {
     server.ask_ok(["job", "cancel", &job.to_string()]);
     let state = || ask(&server.control(), "GET", &format!("/v1/jobs/{job}"), "").json()["state"].clone();
     wait_until("it has ended", || state() == "cancelled");
-    guest.write(&nas, "-P 2 1M 1M");
+    nas.write(&mut guest, "-P 2 1M 1M");
     let said = server.ask_ok(["tier", "attach", "web", "--tier", &nas.tier()]);
     assert!(said.starts_with("attached: web: epoch 1"), "{said}");
     guest.end();

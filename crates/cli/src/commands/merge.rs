@@ -124,14 +124,23 @@ fn delete_options(args: &SnapshotDeleteArgs) -> MergeOptions {
 /// As [`delete`].
 pub fn delete_quietly(disk: &Path, names: &[String]) -> Result<()> {
     let open = OpenOptions { read_only: true, ..OpenOptions::default() };
-    let options = MergeOptions { open: open.clone(), ..MergeOptions::default() };
-    let resources = resources(&JournalArgs::default())?;
     audit::change(audit::of("snapshot_delete", [disk]).object(names.join(", ")), |what| {
-        for range in ranges_of(disk, names, &open)? {
-            *what.bytes.get_or_insert(0) += Merge::new(disk, range, &options, &resources)?.run()?.freed_bytes;
-        }
+        what.bytes = Some(drop_states(disk, names, &open)?);
         Ok(())
     })
+}
+
+/// Drops states from the chain of a disk that nobody uses; returns the bytes that are free by that.
+///
+/// # Errors
+/// As [`delete`].
+pub fn drop_states(disk: &Path, names: &[String], open: &OpenOptions) -> Result<u64> {
+    let options = MergeOptions { open: open.clone(), ..MergeOptions::default() };
+    let (resources, mut freed) = (resources(&JournalArgs::default())?, 0);
+    for range in ranges_of(disk, names, open)? {
+        freed += Merge::new(disk, range, &options, &resources)?.run()?.freed_bytes;
+    }
+    Ok(freed)
 }
 
 /// Runs `vmstrata merge`.

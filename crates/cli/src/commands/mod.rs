@@ -13,6 +13,7 @@ pub mod info;
 pub mod job;
 pub mod map;
 pub mod merge;
+pub mod moving;
 pub mod named;
 pub mod resize;
 pub mod restore;

@@ -39,6 +39,7 @@ pub fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs
         Command::Merge(args) => (vec![&mut args.disk], args.access.server.clone()),
         Command::Flatten(args) => (vec![&mut args.disk], args.access.server.clone()),
         Command::Resize(args) => (vec![&mut args.disk], args.access.server.clone()),
+        Command::Move(args) => (vec![&mut args.disk], args.access.server.clone()),
         Command::Tier(args) => match &mut args.command {
             TierCommand::Status(args) | TierCommand::Sync(args) => {
                 (vec![&mut args.disk], args.server.clone())

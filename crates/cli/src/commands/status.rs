@@ -26,7 +26,8 @@ fn to_text(status: &ServerStatus) -> String {
     status.disks.iter().for_each(|disk| disks.row(disk_row(disk)));
     let mut exports = Table::new([">EXPORT", "KIND", "DISK", "AT", "USE"]);
     status.exports.iter().for_each(|export| exports.row(export_row(export)));
-    format!("{}\n\n{disks}{}{}\n{exports}", headline(status), failures(status), tiers(status))
+    let lines = [failures(status), tiers(status), moves(status)].concat();
+    format!("{}\n\n{disks}{lines}\n{exports}", headline(status))
 }
 
 /// The line that says which server this is and how full it is.
@@ -63,6 +64,12 @@ pub fn tiers(status: &ServerStatus) -> String {
     let tiers = tiers.map(|(name, tier)| format!("{name}: {}\n", tier::line(tier)));
     let caches = status.tier_caches.iter().map(|cache| format!("{}\n", tier::cache_line(cache)));
     tiers.chain(caches).collect()
+}
+
+/// A line for each disk that moves, or has moved a while ago.
+fn moves(status: &ServerStatus) -> String {
+    let moving = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.moving.as_ref()?)));
+    moving.map(|(name, moving)| format!("{name}: {}\n", super::moving::line(moving))).collect()
 }
 
 /// What a disk is doing, in a word or two.

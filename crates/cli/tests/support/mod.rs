@@ -6,6 +6,7 @@
 #![allow(dead_code, unreachable_pub)]
 
 pub mod contract;
+pub mod guest;
 pub mod http;
 pub mod killed;
 pub mod loop_device;

@@ -32,6 +32,9 @@ pub fn to_text(shown: &DiskDetail, number: usize) -> String {
     if disk.limits != DiskLimits::default() {
         text += &format!("  limits: {}\n", disk.limits);
     }
+    if let Some(moving) = &disk.moving {
+        text += &format!("  {}\n", crate::commands::moving::line(moving));
+    }
     if let Some(tier) = &disk.tier {
         text += &format!("  tier: {}\n", tier::line(tier));
     }

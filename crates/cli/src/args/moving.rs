@@ -1,0 +1,85 @@
+//! `vmstrata move` and `vmstrata drain` on the command line.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::control::ControlArgs;
+use super::snapshot::AccessArgs;
+use crate::units::parse_time;
+
+/// How disks move.
+#[derive(Clone, Debug, Args)]
+pub struct MoveHowArgs {
+    /// For how long the files that a disk came from are kept, as in 10m
+    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "10m")]
+    pub keep: Duration,
+    /// Bytes a second that are written at most, as in 50M; `vmstrata job limit` changes it
+    #[arg(long, value_name = "SIZE", value_parser = super::job::limit)]
+    pub limit: Option<u64>,
+    /// Say what would be copied, and copy nothing
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// `vmstrata move`
+#[derive(Debug, Args)]
+#[command(after_help = MOVE_HELP)]
+pub struct MoveArgs {
+    /// The disk: its path, or its name at the server
+    pub disk: PathBuf,
+    /// The directory that it moves to
+    #[arg(long, value_name = "DIR", required_unless_present = "undo")]
+    pub to: Option<PathBuf>,
+    /// Move it back to where it came from, as long as those files are kept: only what was written since is copied
+    #[arg(long, conflicts_with = "to")]
+    pub undo: bool,
+    /// How it moves.
+    #[command(flatten)]
+    pub how: MoveHowArgs,
+    /// How it is reached, and the result printed.
+    #[command(flatten)]
+    pub access: AccessArgs,
+}
+
+const MOVE_HELP: &str = "\
+Examples:
+  vmstrata move web --to /mnt/new --dry-run
+  vmstrata move web --to /mnt/new                  its guest goes on
+  vmstrata move web --to /mnt/new --limit 50M --keep 1h
+  vmstrata move web --undo
+
+The layers of the disk's history are copied first, and what its guest writes meanwhile goes to the target once little is left. So a move comes to \
+its end however much the guest writes. Stopped or killed, it goes on where it was when the command is run again. Files that are there \
+already, such as a base that another disk brought, are not copied.
+Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
+
+/// `vmstrata drain`
+#[derive(Debug, Args)]
+#[command(after_help = DRAIN_HELP)]
+pub struct DrainArgs {
+    /// The directory whose disks move
+    pub dir: PathBuf,
+    /// The directory that they move to
+    #[arg(long, value_name = "DIR")]
+    pub to: PathBuf,
+    /// How they move.
+    #[command(flatten)]
+    pub how: MoveHowArgs,
+    /// The server that serves them.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+const DRAIN_HELP: &str = "\
+Examples:
+  vmstrata drain /mnt/old --to /mnt/new --dry-run
+  vmstrata drain /mnt/old --to /mnt/new --limit 100M
+
+Moves the disks in DIR that the server serves, one after the other, as `vmstrata move` does. Stopped, it goes on when it is run again. Images in DIR that \
+no server serves are listed, and stay.
+Exit codes: 0 done, 1 not all is done (the reason is on stderr), 64 wrong usage.";

@@ -1,0 +1,341 @@
+//! `vmstrata move` and `vmstrata drain`: disks move to other directories, through the server that serves them or by themselves.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+use std::{slice, thread};
+
+use anyhow::{Context as _, Result, bail};
+use serde::Serialize;
+use vmstrata_api::{DiskDetail, DiskList, JobSpec, MovePhase, MoveStatus, encode_segment};
+use vmstrata_disk::{Disk, OpenOptions, directory_of, probe_chain};
+use vmstrata_job::Bucket;
+use vmstrata_migrate::{MoveOptions, Moving, Phase, Plan};
+use vmstrata_types::time::rfc3339;
+use vmstrata_types::{path_from_text, path_to_text};
+
+use super::backup::until_stopped;
+use super::merge::drop_states;
+use super::snapshot::live::Live;
+use super::snapshot::resources;
+use crate::args::{ControlArgs, DrainArgs, MoveArgs, MoveHowArgs};
+use crate::audit;
+use crate::client::Client;
+use crate::output::{Progress, Table, answer, counted};
+use crate::units::short_size;
+
+/// What was done, for scripts.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Moved {
+    disk: String,
+    from: String,
+    to: String,
+    copied_bytes: u64,
+    seconds: u64,
+}
+
+impl Moved {
+    fn text(&self) -> String {
+        let rate = short_size(self.copied_bytes / self.seconds.max(1));
+        format!(
+            "{}: moved to {}: {} copied in {} s ({rate}/s)\n",
+            self.from,
+            self.to,
+            short_size(self.copied_bytes),
+            self.seconds
+        )
+    }
+}
+
+/// What would be done.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Planned {
+    disk: String,
+    to: String,
+    bytes: u64,
+    layers: Vec<PlannedFile>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct PlannedFile {
+    file: String,
+    bytes: u64,
+}
+
+impl Planned {
+    fn of(disk: &Path, to: &Path, open: &OpenOptions) -> Result<Self> {
+        let to = to.canonicalize().with_context(|| format!("{}: cannot be found", to.display()))?;
+        let chain = probe_chain(disk, open)?;
+        let plan = Plan::of_files(chain.into_iter().map(|layer| (layer.path, layer.format)), &to)?;
+        let file = |path: &Path, bytes| PlannedFile { file: path_to_text(path), bytes };
+        let frozen = plan.layers.iter().map(|layer| file(&layer.from, layer.bytes));
+        let active = (plan.active_bytes > 0).then(|| file(disk, plan.active_bytes));
+        Ok(Self {
+            disk: path_to_text(disk),
+            to: path_to_text(&to),
+            bytes: plan.bytes(),
+            layers: frozen.chain(active).collect(),
+        })
+    }
+
+    fn text(&self) -> String {
+        let mut table = Table::new([">SIZE ON DISK", "FILE"]);
+        self.layers.iter().for_each(|layer| table.row([short_size(layer.bytes), layer.file.clone()]));
+        let (layers, bytes) = (counted(self.layers.len() as u64, "file"), short_size(self.bytes));
+        format!("{table}{}: {layers}, {bytes} at most would be copied to {}\n", self.disk, self.to)
+    }
+}
+
+/// Where a disk is on its way.
+pub fn line(moving: &MoveStatus) -> String {
+    let MoveStatus { phase, from, to, left_bytes, kept_until_ns } = moving;
+    let left = short_size(*left_bytes);
+    match phase {
+        MovePhase::Copying => format!("moves to {to}: {left} left to copy"),
+        MovePhase::Rest => format!("writes to {to}, and needs {from} still: {left} left to copy"),
+        MovePhase::Moved => {
+            let until = kept_until_ns.map_or_else(String::new, |until| format!(" until {}", rfc3339(until)));
+            format!("moved from {from}, whose files are kept{until}")
+        }
+    }
+}
+
+/// Runs `vmstrata move`.
+///
+/// # Errors
+/// What could not be done; the disk is where it was, or on its way.
+pub fn run(args: &MoveArgs) -> Result<ExitCode> {
+    let json = args.access.common.json;
+    let live = Live::find(slice::from_ref(&args.disk), &args.access.server)?;
+    let to = match &args.to {
+        Some(to) => to.clone(),
+        None => came_from(&args.disk, live.as_ref())?,
+    };
+    if args.how.dry_run {
+        let planned = Planned::of(&args.disk, &to, &args.access.common.open())?;
+        answer(json, &planned, || planned.text())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    match live {
+        Some(live) => {
+            let moved = by_server(&live, &to, &args.how, json)?;
+            answer(json, &moved, || {
+                let kept = args.how.keep.as_secs();
+                format!(
+                    "{}its old files are kept for {kept} s: until then `vmstrata move {} --undo` takes it back\n",
+                    moved.text(),
+                    moved.disk
+                )
+            })?;
+        }
+        None => {
+            let moved = audit::change(audit::of("move", [&args.disk]), |_| by_itself(args, &to))?;
+            answer(json, &moved, || {
+                format!(
+                    "{}its old files are where they were: `vmstrata gc {}` removes them\n",
+                    moved.text(),
+                    moved.from
+                )
+            })?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The directory that a disk came from, as long as its files are kept.
+fn came_from(disk: &Path, live: Option<&Live>) -> Result<PathBuf> {
+    let from = match live {
+        Some(live) => detail(live)?.disk.moving.map(|moving| path_from_text(&moving.from)),
+        None => vmstrata_migrate::came_from(disk)?,
+    };
+    let from = from.with_context(|| {
+        format!("{}: it did not come from elsewhere, or those files are gone", disk.display())
+    })?;
+    Ok(directory_of(&from))
+}
+
+fn detail(live: &Live) -> Result<DiskDetail> {
+    live.client().get(&format!("/v1/disks/{}", encode_segment(live.name())))
+}
+
+fn by_server(live: &Live, to: &Path, how: &MoveHowArgs, quiet: bool) -> Result<Moved> {
+    let from = detail(live)?.disk.path;
+    let asked = JobSpec::Move {
+        disk: live.name().to_owned(),
+        to: path_to_text(&std::path::absolute(to)?),
+        keep_seconds: Some(how.keep.as_secs()),
+        bytes_per_second: how.limit,
+    };
+    let job = live.wait_job(&asked, quiet)?;
+    let now = detail(live)?.disk;
+    Ok(Moved {
+        disk: now.name,
+        from: now.moving.map_or(from, |moving| moving.from),
+        to: now.path,
+        copied_bytes: job.bytes,
+        seconds: job.seconds,
+    })
+}
+
+fn by_itself(args: &MoveArgs, to: &Path) -> Result<Moved> {
+    let path = vmstrata_migrate::moved_to(&args.disk).unwrap_or_else(|| args.disk.clone());
+    let mut open = OpenOptions { read_only: false, ..args.access.open() };
+    open.allow_backing.extend(vmstrata_migrate::source_directory(&path));
+    let resources = resources(&args.access.journal)?;
+    let disk = Disk::open(&path, &open, &resources)?;
+    // Nobody writes meanwhile: all that is left can go after the switch.
+    let options =
+        MoveOptions { keep: args.how.keep, rest: u64::MAX, ..MoveOptions::new(to.to_owned(), open) };
+    let moved = go(&disk, &options, args);
+    // Whatever came of it, the image is left clean.
+    let closed = disk.close();
+    drop(disk);
+    let (moved, froze) = moved?;
+    closed?;
+    let open = OpenOptions { read_only: true, ..options.open };
+    drop_states(&path_from_text(&moved.to), &froze, &open)?;
+    Ok(moved)
+}
+
+/// Returns the names of the states that it made, too.
+fn go(disk: &Arc<Disk>, options: &MoveOptions, args: &MoveArgs) -> Result<(Moved, Vec<String>)> {
+    let began = Instant::now();
+    let mut moving = Moving::begin(disk, options)?;
+    let progress = Progress::of_bytes(args.access.common.json);
+    let mut bucket = Bucket::new(args.how.limit, began);
+    let mut copied = 0;
+    until_stopped(|stop| {
+        while moving.phase() != Phase::Whole {
+            if stop.load(Ordering::Relaxed) {
+                bail!("{}: stopped: the command goes on if it is run again", args.disk.display());
+            }
+            let bytes = moving.step(bucket.step_bytes().min(4 << 20))?.bytes;
+            copied += bytes;
+            progress.update("move", copied, copied + moving.report().left_bytes);
+            bucket.take(bytes, Instant::now());
+            thread::sleep(bucket.wait(Instant::now()));
+        }
+        Ok(())
+    })?;
+    let report = moving.report();
+    moving.leave_source()?;
+    let moved = Moved {
+        disk: path_to_text(&args.disk),
+        from: path_to_text(&report.from),
+        to: path_to_text(&report.to),
+        copied_bytes: copied,
+        seconds: began.elapsed().as_secs(),
+    };
+    Ok((moved, report.froze))
+}
+
+/// What became of a directory's disks.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Drained {
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    planned: Vec<Planned>,
+    moved: Vec<Moved>,
+    failed: Vec<Failed>,
+    /// Images that no server serves, and that no disk there stands on.
+    left: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Failed {
+    disk: String,
+    error: String,
+}
+
+/// Runs `vmstrata drain`.
+///
+/// # Errors
+/// No server; a directory that cannot be read.
+pub fn drain(args: &DrainArgs) -> Result<ExitCode> {
+    let dir = args.dir.canonicalize().with_context(|| format!("{}: cannot be found", args.dir.display()))?;
+    let served: DiskList = Client::new(&args.server)?.get("/v1/disks")?;
+    let is_there = |path: &Path| directory_of(path).canonicalize().is_ok_and(|own| own == dir);
+    // One that is on its way is gone on with by its server.
+    let is_leaving = |disk: &&vmstrata_api::DiskStatus| {
+        is_there(&path_from_text(&disk.path))
+            || disk.moving.as_ref().is_some_and(|moving| {
+                moving.phase == MovePhase::Copying && is_there(&path_from_text(&moving.from))
+            })
+    };
+    let leaving: Vec<PathBuf> =
+        served.disks.iter().filter(is_leaving).map(|disk| path_from_text(&disk.path)).collect();
+    let mut drained =
+        Drained { planned: Vec::new(), moved: Vec::new(), failed: Vec::new(), left: left(&dir, &leaving)? };
+    for (number, disk) in leaving.iter().enumerate() {
+        if args.how.dry_run {
+            drained.planned.push(Planned::of(
+                disk,
+                &args.to,
+                &OpenOptions { read_only: true, ..OpenOptions::default() },
+            )?);
+            continue;
+        }
+        if !args.json {
+            eprintln!("{} ({} of {})", disk.display(), number + 1, leaving.len());
+        }
+        match move_one(disk, args) {
+            Ok(moved) => drained.moved.push(moved),
+            Err(error) => {
+                drained.failed.push(Failed { disk: path_to_text(disk), error: format!("{error:#}") });
+            }
+        }
+    }
+    answer(args.json, &drained, || drained.text(&dir))?;
+    let is_done = drained.failed.is_empty();
+    Ok(if is_done { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn move_one(disk: &PathBuf, args: &DrainArgs) -> Result<Moved> {
+    let server: &ControlArgs = &args.server;
+    let live = Live::find(slice::from_ref(disk), server)?.context("it is not served any more")?;
+    by_server(&live, &args.to, &args.how, args.json)
+}
+
+/// Images in a directory that are none of these disks, and that nothing there stands on.
+fn left(dir: &Path, disks: &[PathBuf]) -> Result<Vec<String>> {
+    let mut stood_on: Vec<PathBuf> = disks.to_vec();
+    let mut images = Vec::new();
+    for entry in fs::read_dir(dir).with_context(|| format!("{}: cannot be read", dir.display()))? {
+        let path = entry?.path();
+        let hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+        if hidden || !path.is_file() {
+            continue;
+        }
+        let Ok(head) = vmstrata_disk::probe_layer(&path, None) else { continue };
+        if head.header.is_none() {
+            continue;
+        }
+        stood_on.extend(head.backing_path);
+        images.push(path);
+    }
+    let real = |path: &PathBuf| path.canonicalize().ok();
+    let stood_on: Vec<PathBuf> = stood_on.iter().filter_map(real).collect();
+    images.retain(|image| real(image).is_none_or(|image| !stood_on.contains(&image)));
+    images.sort();
+    Ok(images.iter().map(|image| path_to_text(image)).collect())
+}
+
+impl Drained {
+    fn text(&self, dir: &Path) -> String {
+        let mut text = String::new();
+        self.planned.iter().for_each(|planned| text += &planned.text());
+        self.moved.iter().for_each(|moved| text += &moved.text());
+        self.failed.iter().for_each(|failed| text += &format!("{}: {}\n", failed.disk, failed.error));
+        for image in &self.left {
+            text += &format!("{image}: no server serves it: `vmstrata move` it by itself\n");
+        }
+        let (moved, failed) = (counted(self.moved.len() as u64, "disk"), self.failed.len());
+        text + &format!("{}: {moved} moved, {failed} failed, {} left\n", dir.display(), self.left.len())
+    }
+}

@@ -1,0 +1,197 @@
+//! `vmstrata move` and `vmstrata drain`: of disks in use, and without a server.
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use support::guest::Guest;
+use support::http::ask;
+use support::server::Server;
+use support::{Images, assert_clean, run_err, run_ok, tool_ok, vmstrata, wait_until};
+
+/// A disk with a snapshot, and a model of what its guest wrote.
+struct Host {
+    images: Images,
+    path: String,
+    model: String,
+}
+
+impl Host {
+    fn new() -> Self {
+        let images = Images::new();
+        ["old", "new"].iter().for_each(|dir| fs::create_dir(images.path(dir)).unwrap());
+        let (path, model) = (images.name("old/web.qcow2"), images.name("model.qcow2"));
+        tool_ok("qemu-img", ["create", "-q", "-f", "qcow2", &path, "64M"]);
+        tool_ok("qemu-io", ["-f", "qcow2", "-c", "write -P 9 16M 16M", &path]);
+        fs::copy(&path, &model).unwrap();
+        run_ok(["snapshot", "create", &path, "--name", "mon"]);
+        fs::copy(&model, images.path("mon.qcow2")).unwrap();
+        Self { images, path, model }
+    }
+
+    fn keys(&self) -> [String; 2] {
+        [format!("path={}", self.path), format!("unix:{},rw", self.images.name("nbd"))]
+    }
+
+    fn serve(&self) -> Server {
+        let [disk, nbd] = self.keys();
+        Server::start(&["--disk", &disk, "--nbd", &nbd])
+    }
+
+    fn write(&self, guest: &mut Guest, what: &str) {
+        guest.write(what);
+        tool_ok("qemu-io", ["-f", "qcow2", "-c", &format!("write {what}"), &self.model]);
+    }
+
+    fn new_dir(&self) -> String {
+        self.images.name("new")
+    }
+
+    fn to(&self) -> String {
+        self.images.name("new/web.qcow2")
+    }
+
+    /// By stock tools, at its new path alone.
+    fn assert_moved(&self) {
+        assert!(!Path::new(&self.path).exists());
+        assert_clean(self.to().as_ref());
+        tool_ok("qemu-img", ["compare", &self.to(), &self.model]);
+        let mon = self.images.name("new/web.mon.qcow2");
+        assert_clean(mon.as_ref());
+        tool_ok("qemu-img", ["compare", &mon, &self.images.name("mon.qcow2")]);
+    }
+
+    fn assert_reads(&self, server: &Server) {
+        tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &server.uri("web"), &self.model]);
+    }
+}
+
+fn detail(server: &Server) -> Value {
+    ask(&server.control(), "GET", "/v1/disks/web", "").json()
+}
+
+#[test]
+fn a_guest_goes_on_while_its_disk_moves_and_moves_back() {
+    let host = Host::new();
+    let server = host.serve();
+    let mut guest = Guest::new(&server);
+    host.write(&mut guest, "-P 1 0 4M");
+    let planned = server.ask_ok(["move", "web", "--to", &host.new_dir(), "--dry-run"]);
+    assert!(planned.contains("2 files") && planned.contains("web.mon.qcow2"), "{planned}");
+    assert!(Path::new(&host.path).exists());
+    let said = server.ask_ok(["move", "web", "--to", &host.new_dir()]);
+    assert!(said.contains("moved to") && said.contains("vmstrata move web --undo"), "{said}");
+    host.write(&mut guest, "-P 2 2M 4M");
+    host.assert_reads(&server);
+    assert_eq!(detail(&server)["path"], host.to());
+    assert_eq!(detail(&server)["moving"]["phase"], "moved");
+    assert!(server.ask_ok(["status"]).contains("web: moved from"), "{}", server.ask_ok(["status"]));
+    server.ask_ok(["snapshot", "create", "web", "--name", "tue"]);
+    host.write(&mut guest, "-P 3 8M 1M");
+    let said = server.ask_ok(["move", "web", "--undo", "--json"]);
+    let said: Value = serde_json::from_str(&said).unwrap();
+    assert!(said["copied-bytes"].as_u64().unwrap() < 16 << 20, "the old files are there: {said}");
+    assert_eq!(detail(&server)["path"], host.path);
+    host.write(&mut guest, "-P 4 9M 1M");
+    host.assert_reads(&server);
+    guest.end();
+    assert!(server.stop().success());
+    tool_ok("qemu-img", ["compare", &host.path, &host.model]);
+    assert_clean(host.path.as_ref());
+    let listed = run_ok(["snapshot", "list", &host.path]);
+    assert!(listed.contains("mon") && listed.contains("tue"), "{listed}");
+}
+
+#[test]
+fn the_files_that_a_disk_came_from_go_after_a_while_and_so_do_the_states_of_the_move() {
+    let host = Host::new();
+    let server = host.serve();
+    server.ask_ok(["move", "web", "--to", &host.new_dir(), "--keep", "1s"]);
+    wait_until("they are gone", || detail(&server)["moving"].is_null());
+    let left: Vec<_> =
+        fs::read_dir(host.images.path("old")).unwrap().map(|file| file.unwrap().file_name()).collect();
+    assert_eq!(left, [".web.qcow2.moved"]);
+    let listed = server.ask_ok(["snapshot", "list", &host.to()]);
+    assert!(listed.contains("mon") && !listed.contains("move-"), "{listed}");
+    assert!(server.stop().success());
+    host.assert_moved();
+    // By its old path, too, as a configuration may have it.
+    let server = host.serve();
+    host.assert_reads(&server);
+    assert_eq!(detail(&server)["path"], host.to());
+    assert!(server.log().contains("has moved: serve it by its new path"), "{}", server.log());
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_server_that_is_killed_while_a_disk_moves_is_followed_by_one_that_goes_on() {
+    let host = Host::new();
+    let mut server = host.serve();
+    let mut guest = Guest::new(&server);
+    let mut rounds = 0;
+    // Slow enough to be killed in every phase.
+    let asked = json!({ "kind": "move", "disk": "web", "to": host.new_dir(), "bytes_per_second": 24 << 20 });
+    while detail(&server)["moving"]["phase"] != "moved" {
+        rounds += 1;
+        assert!(rounds < 40, "{}", server.log());
+        let place = rounds % 16;
+        host.write(&mut guest, &format!("-P {rounds} {place}M 1M"));
+        ask(&server.control(), "POST", "/v1/jobs", &asked.to_string());
+        std::thread::sleep(Duration::from_millis(150 * rounds));
+        guest.kill();
+        let runtime = server.crash();
+        let [disk, nbd] = host.keys();
+        server = Server::start_in(runtime, &["--disk", &disk, "--nbd", &nbd]);
+        assert!(Path::new(&host.path).exists() != (detail(&server)["path"] == host.to()), "one path");
+        guest = Guest::new(&server);
+        host.assert_reads(&server);
+    }
+    guest.end();
+    assert!(server.stop().success());
+    host.assert_moved();
+}
+
+#[test]
+fn a_disk_that_nobody_uses_moves_without_a_server() {
+    let host = Host::new();
+    let (new, control) = (host.new_dir(), host.images.name("none"));
+    let moved =
+        vmstrata().args(["move", &host.path, "--to", &new]).env("VMSTRATA_RUNTIME_DIR", &control).output();
+    let moved = moved.unwrap();
+    assert!(moved.status.success(), "{moved:?}");
+    let said = String::from_utf8(moved.stdout).unwrap();
+    assert!(said.contains(&format!("vmstrata gc {}", host.path)), "{said}");
+    host.assert_moved();
+    run_ok(["gc", &host.path, "--yes"]);
+    assert!(!host.images.path("old/web.mon.qcow2").exists());
+    host.assert_moved();
+    let refused = run_err(1, ["move", &host.to(), "--to", &new]);
+    assert!(refused.contains("it is there"), "{refused}");
+    assert!(run_err(1, ["move", &host.to(), "--undo"]).contains("those files are gone"));
+}
+
+#[test]
+fn all_disks_of_a_directory_move() {
+    let host = Host::new();
+    let (other, alone) = (host.images.name("old/log.qcow2"), host.images.name("old/alone.qcow2"));
+    for image in [&other, &alone] {
+        tool_ok("qemu-img", ["create", "-q", "-f", "qcow2", image, "16M"]);
+    }
+    let [disk, nbd] = host.keys();
+    let server = Server::start(&["--disk", &disk, "--disk", &format!("path={other}"), "--nbd", &nbd]);
+    let drain = ["drain", &host.images.name("old"), "--to", &host.new_dir()];
+    let planned = server.ask_ok([&drain[..], &["--dry-run"]].concat());
+    assert!(planned.contains("2 files") && planned.contains("1 file"), "{planned}");
+    let drained = server.ask_ok(drain);
+    assert!(drained.contains("2 disks moved, 0 failed, 1 left"), "{drained}");
+    assert!(drained.contains(&format!("{alone}: no server serves it")), "{drained}");
+    host.assert_reads(&server);
+    let again = server.ask_ok(drain);
+    assert!(again.contains("0 disks moved"), "{again}");
+    assert!(server.stop().success());
+    host.assert_moved();
+    assert!(host.images.path("new/log.qcow2").exists() && Path::new(&alone).exists());
+}
