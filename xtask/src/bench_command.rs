@@ -9,7 +9,7 @@ use xtask::bench::history::Part;
 use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
-use xtask::bench::{fragmented, fresh, history, memory, publish, rocksdb, tier};
+use xtask::bench::{fragmented, fresh, history, memory, moving, publish, rocksdb, tier};
 use xtask::size::parse_size;
 
 /// Measure, and write the results below docs and into README.md.
@@ -35,6 +35,8 @@ enum What {
     Rocksdb(PlainBench),
     /// Disks whose epochs go to a NAS: what a guest feels, bytes, take-over, outage. As the superuser.
     Tier(TierBench),
+    /// A disk in use that moves to another directory, beside stock QEMU's mirror (10 GiB of files).
+    Move(PlainBench),
     /// Draw plot and tables again from docs/measurements.
     Render,
 }
@@ -70,6 +72,9 @@ struct TierBench {
     /// Only these parts; prints, writes nothing.
     #[arg(long, value_delimiter = ',')]
     only: Vec<tier::Part>,
+    /// Write their rows into what is kept.
+    #[arg(long, requires = "only")]
+    amend: bool,
     #[command(flatten)]
     plain: PlainBench,
 }
@@ -188,13 +193,20 @@ impl Bench {
                 let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
                 rocksdb::run(&rocksdb::Options { rounds, publish, ..usual }).map(|_| ())
             }
-            What::Tier(TierBench { only, plain: bench }) => {
+            What::Tier(TierBench { only, amend, plain: bench }) => {
                 let dir = bench.dir(root, "tier");
                 let usual = if bench.quick { tier::Options::quick(dir) } else { tier::Options::full(dir) };
-                let publish = bench.publish(root).filter(|_| only.is_empty());
+                let publish = bench.publish(root).filter(|_| only.is_empty() || amend);
                 let parts = if only.is_empty() { usual.parts } else { only };
                 let rounds = bench.rounds.unwrap_or(usual.rounds);
                 tier::run(&tier::Options { rounds, publish, parts, ..usual }).map(|_| ())
+            }
+            What::Move(bench) => {
+                let dir = bench.dir(root, "move");
+                let usual =
+                    if bench.quick { moving::Options::quick(dir) } else { moving::Options::full(dir) };
+                let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
+                moving::run(&moving::Options { rounds, publish, ..usual }).map(|_| ())
             }
             What::Render => render(root),
         }
@@ -204,8 +216,15 @@ impl Bench {
 fn render(root: &Path) -> Result<()> {
     let results = publish::kept(root)?.context("no measurement yet: cargo xtask bench chain")?;
     publish::write(root, &results)?;
-    let reports =
-        [fragmented::SHOWN, fresh::SHOWN, history::SHOWN, memory::SHOWN, rocksdb::SHOWN, tier::SHOWN];
+    let reports = [
+        fragmented::SHOWN,
+        fresh::SHOWN,
+        history::SHOWN,
+        memory::SHOWN,
+        moving::SHOWN,
+        rocksdb::SHOWN,
+        tier::SHOWN,
+    ];
     for shown in reports {
         if let Some(blocks) = shown.of_report(root)? {
             shown.write(root, &blocks)?;

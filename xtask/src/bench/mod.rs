@@ -23,6 +23,7 @@ pub mod history;
 pub mod load;
 pub mod machine;
 pub mod memory;
+pub mod moving;
 pub mod plot;
 mod prepared;
 pub mod publish;

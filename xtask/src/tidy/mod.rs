@@ -20,7 +20,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::bench::{fragmented, fresh, history, memory, publish, rocksdb, tier};
+use crate::bench::{fragmented, fresh, history, memory, moving, publish, rocksdb, tier};
 use lexer::{Token, tokens};
 
 /// One Rust source file.
@@ -120,6 +120,7 @@ fn stale_tables(root: &Path) -> Result<Vec<String>> {
         (history::SHOWN, history::SHOWN.of_report(root)?),
         (memory::SHOWN, memory::SHOWN.of_report(root)?),
         (rocksdb::SHOWN, rocksdb::SHOWN.of_report(root)?),
+        (moving::SHOWN, moving::SHOWN.of_report(root)?),
         (tier::SHOWN, tier::SHOWN.of_report(root)?),
     ];
     let mut complaints = Vec::new();

@@ -1,0 +1,380 @@
+//! `cargo xtask bench move`: a disk in use moves to another directory, beside stock QEMU's `blockdev-mirror` at the same rate.
+//!
+//! ```text
+//!   guest      random reads and writes without a move, and during one: by vmstrata, and by QEMU in both copy modes
+//!   idle       nobody uses the disk: how fast it moves, beside `cp` and a flush
+//!   busy       a guest writes as fast as it can: what is sent, and for how long writes are held
+//!   history    a disk of many snapshots, beside one without of the same bytes
+//!      └──► report (rows beside their bounds) ──► docs/measurements/move.json, docs/move.md
+//! ```
+//!
+//! Who is compared takes turns in one round; a ratio is taken from one round, and the median of the rounds is judged.
+
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+use serde_json::json;
+
+use super::client::Client;
+use super::fresh::{BLOCK, Side, full};
+use super::history::take::timed;
+use super::load::{Access, Load, Watch};
+use super::machine::settle;
+use super::qmp::Qmp;
+use super::report::{Report, Row};
+use super::results::quantile;
+use super::server::{self, Kind, vmstrata};
+use super::shown::Shown;
+use crate::chain::{self, Base, Plan, Spec};
+
+/// Where the results are kept.
+pub const SHOWN: Shown = Shown {
+    file: "docs/measurements/move.json",
+    summary: "docs/move.md",
+    page: "docs/measurements/move.md",
+    mark: "bench:move",
+};
+
+const SEED: u64 = 20_261_129;
+/// QEMU's copy modes.
+const MODES: [&str; 2] = ["background", "write-blocking"];
+/// Requests of the guest at a time.
+const DEPTH: usize = 8;
+
+/// What the command line asks for.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Bytes of the disks.
+    pub size: u64,
+    /// Snapshots of the disk with a history.
+    pub snapshots: u32,
+    /// Bytes a second that are copied beside a guest.
+    pub rate: u64,
+    /// Of each turn of a guest.
+    pub turn: Duration,
+    /// Rounds.
+    pub rounds: u32,
+    /// Where files are made, and removed at the end.
+    pub dir: PathBuf,
+    /// Root of the repository, to write results into; `None` prints only.
+    pub publish: Option<PathBuf>,
+}
+
+impl Options {
+    /// The benchmark of the bounds.
+    pub fn full(dir: PathBuf) -> Self {
+        let (turn, rate) = (Duration::from_secs(5), 100 << 20);
+        Self { size: 1 << 30, snapshots: 1000, rate, turn, rounds: 5, dir, publish: None }
+    }
+
+    /// Everything once, small; its figures mean little.
+    pub fn quick(dir: PathBuf) -> Self {
+        let (turn, rate) = (Duration::from_millis(200), 100 << 20);
+        Self { size: 64 << 20, snapshots: 20, rate, turn, rounds: 1, dir, publish: None }
+    }
+}
+
+/// Runs the benchmark and, when asked to, writes its files.
+///
+/// # Errors
+/// When a server or a tool fails, or files cannot be written.
+pub fn run(options: &Options) -> Result<Report> {
+    ensure!(vmstrata().exists(), "build vmstrata first: cargo build --release");
+    server::raise_file_limit()?;
+    fs::create_dir_all(&options.dir)?;
+    let dir = tempfile::Builder::new().prefix("move-").tempdir_in(&options.dir)?;
+    let mut report = Report::new("qemu-storage-daemon", parameters(options));
+    beside_a_guest(options, dir.path(), &mut report)?;
+    idle(options, dir.path(), &mut report)?;
+    busy(options, dir.path(), &mut report)?;
+    history(options, dir.path(), &mut report)?;
+    SHOWN.publish(options.publish.as_deref(), &report)?;
+    Ok(report)
+}
+
+fn parameters(options: &Options) -> Vec<(String, String)> {
+    let named = |name: &str, value: String| (name.to_owned(), value);
+    vec![
+        named("disk", format!("{} MiB, all of its clusters there", options.size >> 20)),
+        named("copied beside a guest", format!("{} MiB a second at most", options.rate >> 20)),
+        named("rounds", format!("{}, of turns of {} s", options.rounds, options.turn.as_secs_f64())),
+        named("all of it", "cargo xtask bench move".into()),
+    ]
+}
+
+/// A disk that vmstrata serves, and the directories between which it moves.
+struct Mover {
+    side: Side,
+    path: PathBuf,
+    to: PathBuf,
+}
+
+/// What `vmstrata move --json` says.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Moved {
+    to: PathBuf,
+    copied_bytes: u64,
+}
+
+impl Mover {
+    fn new(path: PathBuf) -> Result<Self> {
+        let to = path.parent().context("a directory")?.join("target");
+        fs::create_dir_all(&to)?;
+        Ok(Self { side: Side::start(Kind::Vmstrata, &path)?, path, to })
+    }
+
+    fn control(&self) -> Result<PathBuf> {
+        Ok(self.side.server.as_ref().context("a server")?.control())
+    }
+
+    /// The command that moves it to its other directory.
+    fn command(&self, limit: Option<u64>) -> Result<Command> {
+        let mut command = Command::new(vmstrata());
+        command.args(["move", "disk", "--json", "--keep", "1s", "--to"]).arg(&self.to);
+        if let Some(limit) = limit {
+            command.arg("--limit").arg(limit.to_string());
+        }
+        command.env("VMSTRATA_CONTROL", self.control()?);
+        Ok(command)
+    }
+
+    /// Notes that it has moved, and waits until its old files are gone, and so are the states of the move.
+    fn moved(&mut self, said: &[u8]) -> Result<Moved> {
+        let moved: Moved = serde_json::from_slice(said).context("what the command says")?;
+        let old = self.path.parent().context("a directory")?.to_owned();
+        self.path.clone_from(&moved.to);
+        self.to.clone_from(&old);
+        let start = Instant::now();
+        let is_image = |path: PathBuf| path.extension().is_some_and(|end| end == "qcow2");
+        while fs::read_dir(&old)?.any(|entry| entry.is_ok_and(|entry| is_image(entry.path()))) {
+            ensure!(start.elapsed() < Duration::from_secs(60), "{}: is not emptied", old.display());
+            thread::sleep(Duration::from_millis(50));
+        }
+        Ok(moved)
+    }
+}
+
+/// The times of requests.
+#[derive(Default)]
+struct Times {
+    started: Vec<Option<Instant>>,
+    ms: Vec<f64>,
+}
+
+impl Watch for Times {
+    fn started(&mut self, slot: usize) {
+        self.started.resize(self.started.len().max(slot + 1), None);
+        self.started[slot] = Some(Instant::now());
+    }
+
+    fn completed(&mut self, slot: usize) {
+        self.ms.extend(self.started[slot].map(|started| started.elapsed().as_secs_f64() * 1000.0));
+    }
+
+    fn goes_on(&self) -> bool {
+        true
+    }
+}
+
+/// What a guest does: requests a second, and the time in ms that 99 of 100 do not exceed.
+fn works(client: &mut Client, seed: u64, time: Duration) -> Result<(f64, f64)> {
+    let access = Access::RandomWrite { round: 0 };
+    let load = Load { access, fua: false, block: BLOCK, depth: DEPTH, time, seed };
+    let mut times = Times::default();
+    let outcome = client.run_watched(&load, client.capacity(), &mut times)?;
+    Ok((outcome.iops(), quantile(&times.ms, 0.99)))
+}
+
+/// Of rounds: during a move / without.
+#[derive(Default)]
+struct Slowed {
+    rates: Vec<f64>,
+    p99: Vec<f64>,
+}
+
+impl Slowed {
+    fn add(&mut self, (rate, p99): (f64, f64), (rate_without, p99_without): (f64, f64)) {
+        self.rates.push(rate / rate_without);
+        self.p99.push(p99 / p99_without);
+    }
+}
+
+fn beside_a_guest(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
+    let mut own = Mover::new(full(options.size, Kind::Vmstrata, &dir.join("own"))?)?;
+    let image = full(options.size, Kind::Qemu, &dir.join("peer"))?;
+    let mut peer = Side::start(Kind::Qemu, &image)?;
+    let (mut slowed, mut mirrored) = (Slowed::default(), <[Slowed; 2]>::default());
+    for round in 0..options.rounds {
+        let seed = |turn: u64| u64::from(round) * 8 + turn;
+        settle();
+        let without = works(&mut own.side.client, seed(0), options.turn)?;
+        let mut command = own.command(Some(options.rate))?;
+        let client = &mut own.side.client;
+        let (during, said) = thread::scope(|scope| -> Result<_> {
+            let moves = scope.spawn(move || timed(&mut command));
+            let during = works(client, seed(1), options.turn)?;
+            Ok((during, moves.join().expect("no panic")?.0))
+        })?;
+        slowed.add(during, without);
+        own.moved(&said)?;
+        for (turn, (mode, mirrored)) in MODES.iter().zip(&mut mirrored).enumerate() {
+            settle();
+            let without = works(&mut peer.client, seed(2 + 2 * turn as u64), options.turn)?;
+            let target = Mirror::start(&peer, &image, mode, (options.size, options.rate))?;
+            let during = works(&mut peer.client, seed(3 + 2 * turn as u64), options.turn)?;
+            target.end()?;
+            mirrored.add(during, without);
+        }
+    }
+    let median = super::results::median;
+    let name = "guest, 4 KiB random writes, QD8: during a move / without";
+    report.add(Row::median(name, "", &slowed.rates).at_least(0.9).beside(median(&mirrored[0].rates)));
+    let name = "guest's p99: during a move / without";
+    report.add(Row::median(name, "", &slowed.p99).at_most(2.0).beside(median(&mirrored[0].p99)));
+    let blocking = &mirrored[1];
+    report.add(Row::median("QEMU, copy-mode=write-blocking: during / without", "", &blocking.rates));
+    report.add(Row::median("QEMU, copy-mode=write-blocking: p99, during / without", "", &blocking.p99));
+    peer.stop()?;
+    own.side.stop()
+}
+
+/// A mirror job of stock QEMU.
+struct Mirror {
+    qmp: Qmp,
+    target: PathBuf,
+}
+
+impl Mirror {
+    fn start(peer: &Side, image: &Path, mode: &str, (size, rate): (u64, u64)) -> Result<Self> {
+        let target = image.with_file_name("mirror.qcow2");
+        let mut create = Command::new("qemu-img");
+        timed(create.args(["create", "-q", "-f", "qcow2"]).arg(&target).arg(size.to_string()))?;
+        let mut qmp = Qmp::connect(&peer.server.as_ref().context("a server")?.control())?;
+        let file = json!({ "driver": "file", "filename": target });
+        qmp.execute("blockdev-add", &json!({ "driver": "qcow2", "node-name": "target", "file": file }))?;
+        let job = json!({
+            "job-id": "mirror", "device": "disk", "target": "target", "sync": "full", "speed": rate, "copy-mode": mode
+        });
+        qmp.execute("blockdev-mirror", &job)?;
+        Ok(Self { qmp, target })
+    }
+
+    /// Gives it up.
+    fn end(mut self) -> Result<()> {
+        self.qmp.execute("block-job-cancel", &json!({ "device": "mirror", "force": true }))?;
+        let start = Instant::now();
+        while self.qmp.execute("blockdev-del", &json!({ "node-name": "target" })).is_err() {
+            ensure!(start.elapsed() < Duration::from_secs(30), "QEMU's mirror does not end");
+            thread::sleep(Duration::from_millis(20));
+        }
+        Ok(fs::remove_file(&self.target)?)
+    }
+}
+
+/// Bytes that the files of a directory take.
+fn allocated(dir: &Path) -> Result<u64> {
+    let blocks = fs::read_dir(dir)?.map(|entry| Ok(entry?.metadata()?.blocks()));
+    Ok(blocks.sum::<Result<u64>>()? * 512)
+}
+
+fn idle(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
+    let mut own = Mover::new(full(options.size, Kind::Vmstrata, &dir.join("idle"))?)?;
+    let (mut rates, mut sent) = (Vec::new(), Vec::new());
+    for _ in 0..options.rounds {
+        let bytes = allocated(own.path.parent().context("a directory")?)?;
+        settle();
+        let (said, took) = timed(&mut own.command(None)?)?;
+        let moved = own.moved(&said)?;
+        settle();
+        let copy = dir.join("copy");
+        let start = Instant::now();
+        timed(Command::new("cp").arg("--sparse=always").arg(&own.path).arg(&copy))?;
+        File::open(&copy)?.sync_all()?;
+        rates.push(start.elapsed().as_secs_f64() / took.as_secs_f64());
+        fs::remove_file(&copy)?;
+        sent.push(moved.copied_bytes as f64 / bytes as f64);
+    }
+    report.add(Row::median("rate of an idle disk's move / cp and a flush", "", &rates).at_least(0.9));
+    report.add(Row::median("bytes sent / allocated", "", &sent).at_most(1.02));
+    own.side.stop()
+}
+
+fn busy(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
+    let mut own = Mover::new(full(options.size, Kind::Vmstrata, &dir.join("busy"))?)?;
+    let (mut sent, mut times) = (Vec::new(), Vec::new());
+    for round in 0..options.rounds {
+        let bytes = allocated(own.path.parent().context("a directory")?)?;
+        settle();
+        let mut command = own.command(None)?;
+        let client = &mut own.side.client;
+        let (said, took) = thread::scope(|scope| -> Result<_> {
+            let moves = scope.spawn(move || timed(&mut command));
+            let mut seed = u64::from(round) << 32;
+            while !moves.is_finished() {
+                works(client, seed, options.turn / 10)?;
+                seed += 1;
+            }
+            moves.join().expect("no panic")
+        })?;
+        let moved = own.moved(&said)?;
+        sent.push(moved.copied_bytes as f64 / bytes as f64);
+        times.push(took.as_secs_f64());
+    }
+    let log = own.side.server.as_ref().context("a server")?.log();
+    let pauses: Vec<f64> = log
+        .lines()
+        .filter(|line| line.contains("writes go there from now on"))
+        .filter_map(|line| line.split_once("pause_us=")?.1.split_whitespace().next()?.parse::<f64>().ok())
+        .map(|us| us / 1000.0)
+        .collect();
+    ensure!(!pauses.is_empty(), "the log tells no pause: {log}");
+    report.add(Row::median("a guest that writes as fast as it can: time of the move", "s", &times));
+    // What it held, and what was written meanwhile: at most all of the disk once more.
+    report.add(Row::median("the same: bytes sent / allocated when it began", "", &sent).at_most(2.1));
+    report.add(Row::median("writes held at the switch", "ms", &pauses).at_most(10.0));
+    own.side.stop()
+}
+
+fn history(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
+    let chain = |layers: u32, name: &str| -> Result<Mover> {
+        let plan = Plan {
+            layers,
+            size: options.size,
+            cluster_size: 64 << 10,
+            fill: 0.9,
+            overlap: 0.0,
+            compress: 0.0,
+            seed: SEED,
+        };
+        let dir = dir.join(name);
+        let spec = Spec { plan, base: Base::Qcow2, backing_format: true, from_raw: None };
+        Mover::new(chain::generate(&dir, &spec)?.top(&dir))
+    };
+    let (mut long, mut flat) = (chain(options.snapshots, "long")?, chain(1, "flat")?);
+    let mut ratios = Vec::new();
+    for _ in 0..options.rounds {
+        let mut times = [0.0; 2];
+        for (mover, time) in [&mut long, &mut flat].into_iter().zip(&mut times) {
+            settle();
+            let (said, took) = timed(&mut mover.command(None)?)?;
+            mover.moved(&said)?;
+            *time = took.as_secs_f64();
+        }
+        ratios.push(times[0] / times[1]);
+    }
+    let name = format!("time of {} layers / one layer of the same bytes", options.snapshots);
+    report.add(Row::median(&name, "", &ratios).at_most(1.1));
+    let top = long.path.clone();
+    long.side.stop()?;
+    flat.side.stop()?;
+    let check = Command::new("qemu-img").args(["check", "-q"]).arg(&top).status()?;
+    ensure!(check.success(), "{}: {check}", top.display());
+    Ok(())
+}
