@@ -27,7 +27,7 @@ const OWNING_GROUP: u16 = 4;
 ///
 /// # Errors
 /// Whatever the host reports.
-pub(crate) fn copy(like: &Path, to: impl AsFd) -> Result<()> {
+pub fn copy(like: &Path, to: impl AsFd) -> Result<()> {
     let wanted = like.metadata().while_trying("examine the disk")?;
     let mut acl = acl_of(like)?;
     let mut mode = wanted.mode() & 0o777;

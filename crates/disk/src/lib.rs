@@ -89,6 +89,7 @@ mod workers;
 mod write;
 mod zero;
 
+pub use access::copy as copy_access;
 pub use active::Mismatch;
 pub use atomic_file::AtomicFile;
 pub use chain::{DetectZeroes, OpenOptions, Unflushed};

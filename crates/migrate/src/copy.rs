@@ -10,11 +10,12 @@
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{Advice, AtFlags, SeekFrom, Timespec, Timestamps};
 use rustix::io::Errno;
+use vmstrata_disk::copy_access;
 use vmstrata_store::{FileId, Place};
 
 use crate::error::{Error, Result};
@@ -162,7 +163,7 @@ impl LayerCopy {
         }
         let part = &self.part;
         self.target.set_len(self.seen.len).map_err(Error::of_file(part, "set the copy's length"))?;
-        give_like(&about, &self.target).map_err(Error::of_file(part, "set who may use the copy"))?;
+        copy_access(&self.from, &self.target)?;
         self.target.sync_all().map_err(Error::of_file(part, "flush the copy"))?;
         // What is in memory proves nothing.
         let _ = rustix::fs::fadvise(&self.target, 0, None, Advice::DontNeed);
@@ -266,19 +267,6 @@ fn read_padded(file: &File, mut into: &mut [u8], mut at: u64) -> io::Result<()> 
         }
     }
     Ok(())
-}
-
-/// Gives a copy the owner, group and mode of the layer, as far as the host lets it.
-fn give_like(like: &fs::Metadata, to: &File) -> io::Result<()> {
-    let (user, group) = (rustix::fs::Uid::from_raw(like.uid()), rustix::fs::Gid::from_raw(like.gid()));
-    if rustix::fs::fchown(to, Some(user), Some(group)).is_err() {
-        let _ = rustix::fs::fchown(to, None, Some(group));
-    }
-    let is_given = to.metadata()?.gid() == like.gid();
-    let mode = like.mode() & 0o777;
-    // The group that it has instead may do no more than everybody.
-    let mode = if is_given { mode } else { (mode & 0o707) | (mode & 0o007) << 3 };
-    to.set_permissions(fs::Permissions::from_mode(mode))
 }
 
 /// Brings the names in a directory to stable storage.

@@ -164,7 +164,7 @@ impl Journal {
         match line {
             Line::Begin { .. } => {}
             Line::Copied { from, name, len, digest, sent } => {
-                let to = self.path.with_file_name(name);
+                let to = self.path.with_file_name(path_from_text(&name));
                 self.sent += sent;
                 self.copied.insert(path_from_text(&from), Copied { to, len, digest });
             }
@@ -193,7 +193,7 @@ impl Journal {
     pub(crate) fn add_copied(&mut self, layers: Vec<(PathBuf, Copied, u64)>) -> Result<()> {
         let line = |(from, copied, sent): (PathBuf, Copied, u64)| Line::Copied {
             from: path_to_text(&from),
-            name: copied.to.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            name: path_to_text(Path::new(copied.to.file_name().unwrap_or_default())),
             len: copied.len,
             digest: copied.digest,
             sent,

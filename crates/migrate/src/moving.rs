@@ -10,7 +10,10 @@ use vmstrata_disk::merge::{CollectOptions, Orphan, collect};
 use vmstrata_disk::snapshot::{
     MOVE_LABEL, SnapshotInfo, frozen_path, move_holds, note_left, now_ns, rename_backing,
 };
-use vmstrata_disk::{Disk, Format, NewHome, OpenOptions, directory_of, own_clusters};
+use vmstrata_disk::{
+    Disk, Format, LocalFiles, NewHome, OpenOptions, Opener as _, Role, directory_of, own_clusters,
+    probe_layer,
+};
 use vmstrata_store::Gate;
 
 use crate::chain::{Plan, PlannedLayer, check_room, names_of};
@@ -248,9 +251,8 @@ impl Moving {
     /// Whatever stands in the way; the disk is sound. It can be tried again.
     pub fn step(&mut self, most: u64) -> Result<Did> {
         if let Some((layer, mut copy)) = self.current.take() {
-            let bytes = copy.go_on(most);
-            // A copy that is given up is found again by its file.
-            let bytes = bytes?;
+            // A copy that is given up here is found again by its file.
+            let bytes = copy.go_on(most)?;
             if copy.is_read() {
                 self.read.push((layer, copy));
             } else {
@@ -299,6 +301,9 @@ impl Moving {
     fn begin_layer(&mut self, layer: PlannedLayer) -> Result<()> {
         let mut digest = None;
         for to in names_of(&layer.from, &self.directory) {
+            if self.read.iter().any(|(_, copy)| copy.to == to) {
+                continue;
+            }
             let Ok(there) = to.symlink_metadata() else {
                 let copy = LayerCopy::begin(&layer.from, &to)?;
                 self.current = Some((layer, copy));
@@ -307,7 +312,8 @@ impl Moving {
             // Of another name, another directory's layer, or somebody's.
             let about =
                 fs::metadata(&layer.from).map_err(Error::of_file(&layer.from, "examine the layer"))?;
-            if !there.is_file() || there.len() != about.len() || self.has_copied(&to) {
+            let is_like = there.is_file() && there.len() == about.len() && !self.has_copied(&to);
+            if !is_like || !self.can_be(&layer, &to)? {
                 continue;
             }
             let wanted = match digest.take() {
@@ -322,6 +328,22 @@ impl Moving {
             digest = Some(wanted);
         }
         unreachable!("there are names without end")
+    }
+
+    /// Whether a file at the target may take the place of a layer if it has the same bytes: it stands on the copy of what the layer
+    /// stands on, and nobody writes it.
+    fn can_be(&self, layer: &PlannedLayer, to: &Path) -> Result<bool> {
+        let gate = Gate::unrestricted();
+        if LocalFiles.open(to, Role::Frozen, &gate).is_err() {
+            return Ok(false);
+        }
+        let Some((below, _)) = &layer.below else { return Ok(true) };
+        let wanted = self.copy_of(below, &self.read);
+        let found = probe_layer(to, Some(layer.format))?.backing_path;
+        let is_there = |found: &PathBuf| {
+            directory_of(found).canonicalize().is_ok_and(|directory| directory == self.directory)
+        };
+        Ok(found.is_some_and(|found| found.file_name() == wanted.file_name() && is_there(&found)))
     }
 
     /// Whether this move made the file.

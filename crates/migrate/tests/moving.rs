@@ -245,6 +245,55 @@ fn a_layer_whose_name_is_taken_gets_another() {
     assert_same(&content(&new.join("web.s1.2.qcow2"), "qcow2"), &states[1], 0, "to stock tools");
 }
 
+/// The same bytes say something else over another base.
+#[test]
+fn a_layer_over_another_base_is_another_layer() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let (path, states) = with_history(&old, 2);
+    let layers: Vec<PathBuf> = [0, 1].map(|number| old.join(format!("web.s{number}.qcow2"))).into();
+    // Another disk with these names: its base is another, and what stands on that has the same bytes.
+    let at = |layer: &Path| new.join(layer.file_name().unwrap());
+    fs::copy(&layers[1], at(&layers[1])).unwrap();
+    qemu_img(&["create", "-q", "-f", "qcow2", path_str(&at(&layers[0])), &SIZE.to_string()]);
+    let disk = open_with(&path, &OpenOptions::default());
+    let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+    finish(&mut moving);
+    moving.let_go().unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    assert_same(&content(&new.join("web.qcow2"), "qcow2"), &states[2], 0, "to stock tools");
+    assert_same(&content(&new.join("web.s1.2.qcow2"), "qcow2"), &states[1], 0, "the snapshot");
+}
+
+/// Layers of one name, from several directories.
+#[test]
+fn layers_of_one_name_do_not_meet() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let bases = dir.path().join("bases");
+    let (base, states) = with_history(&bases, 0);
+    let path = old.join("disk.qcow2");
+    let middle = old.join("web.qcow2");
+    for (below, above) in [(&base, &middle), (&middle, &path)] {
+        qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", path_str(below), path_str(above)]);
+    }
+    let how = MoveOptions {
+        open: OpenOptions { allow_backing: vec![bases], ..OpenOptions::default() },
+        ..options(&new)
+    };
+    let disk = open_with(&path, &how.open);
+    let mut moving = Moving::begin(&disk, &how).unwrap();
+    finish(&mut moving);
+    drop(moving);
+    disk.close().unwrap();
+    drop(disk);
+    fs::rename(&old, dir.path().join("away")).unwrap();
+    fs::rename(dir.path().join("bases"), dir.path().join("gone")).unwrap();
+    assert_same(&content(&new.join("disk.qcow2"), "qcow2"), &states[0], 0, "to stock tools");
+    assert!(new.join("web.qcow2").exists() && new.join("web.2.qcow2").exists(), "{:?}", files_in(&new));
+}
+
 /// Whenever that is: also while what was written last is copied, from a directory that the disk is not in any more.
 #[test]
 fn snapshots_that_are_taken_on_the_way_move_too_and_stay_held() {
