@@ -218,7 +218,7 @@ pub struct DiskStatus {
     /// What of it is published; absent unless it is a tiered disk that is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tier: Option<TierStatus>,
-    /// Where it moves, or came from; absent unless it moves, or the files that it came from are kept.
+    /// Its move; absent unless it moves, or its source files are kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moving: Option<MoveStatus>,
     /// Lookups of where a run of a read or write lies that the metadata in memory answered, since the disk was opened.
@@ -240,7 +240,7 @@ pub struct MoveStatus {
     pub to: String,
     /// Bytes of files that are left to be copied, about.
     pub left_bytes: u64,
-    /// When the files that it came from go, in ns since 1970; absent until all is copied.
+    /// When the source files go, in ns since 1970; absent until all is copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kept_until_ns: Option<u64>,
 }
@@ -253,7 +253,7 @@ pub enum MovePhase {
     Copying,
     /// Guests write to the new path; what they had written last is copied. The disk needs both directories.
     Rest,
-    /// All is copied, and the files that it came from are kept for a while.
+    /// All is copied, and the source files are kept for a while.
     Moved,
 }
 

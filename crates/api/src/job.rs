@@ -131,7 +131,7 @@ pub enum JobSpec {
         /// The directory: an absolute path on the server's host.
         #[schema(min_length = 1, pattern = r"^/[^\x00]*$")]
         to: String,
-        /// For how long the files that it came from are kept; 600 if omitted.
+        /// For how many seconds the source files are kept; 600 if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[schema(maximum = 31_622_400)]
         keep_seconds: Option<u64>,

@@ -163,14 +163,14 @@ fn a_disk_that_nobody_uses_moves_without_a_server() {
     let moved = moved.unwrap();
     assert!(moved.status.success(), "{moved:?}");
     let said = String::from_utf8(moved.stdout).unwrap();
-    assert!(said.contains(&format!("vmstrata gc {}", host.path)), "{said}");
+    assert!(said.contains(&format!("vmstrata gc {} --yes", host.path)), "{said}");
     host.assert_moved();
     run_ok(["gc", &host.path, "--yes"]);
     assert!(!host.images.path("old/web.mon.qcow2").exists());
     host.assert_moved();
     let refused = run_err(1, ["move", &host.to(), "--to", &new]);
     assert!(refused.contains("it is there"), "{refused}");
-    assert!(run_err(1, ["move", &host.to(), "--undo"]).contains("those files are gone"));
+    assert!(run_err(1, ["move", &host.to(), "--undo"]).contains("no source files are kept"));
 }
 
 #[test]

@@ -34,7 +34,7 @@ const CHANGED_MAX: u32 = 64;
 pub struct MoveOptions {
     /// The target: a directory.
     pub to: PathBuf,
-    /// For how long the files that it came from are kept.
+    /// For how long the source files are kept.
     pub keep: Duration,
     /// How the disk is opened.
     pub open: OpenOptions,
@@ -43,7 +43,7 @@ pub struct MoveOptions {
 }
 
 impl MoveOptions {
-    /// For so long the files that a disk came from are kept, unless said otherwise.
+    /// For how long source files are kept, unless said otherwise.
     pub const KEEP: Duration = Duration::from_secs(600);
     /// The longest.
     pub const KEEP_MAX: Duration = Duration::from_secs(366 * 86_400);
@@ -85,7 +85,7 @@ pub struct Report {
     pub to: PathBuf,
     /// Bytes of files that are left to be looked at, about.
     pub left_bytes: u64,
-    /// When the files that it came from go, in ns since 1970; only of a disk that is whole.
+    /// When the source files go, in ns since 1970; only of a disk that is whole.
     pub kept_until_ns: Option<u64>,
     /// Names of states that are in its history for the sake of the move only.
     pub froze: Vec<String>,
@@ -123,7 +123,7 @@ impl Moving {
         let refused =
             |why: &str| Error::Refused { disk: from.clone(), to: options.to.clone(), why: why.to_owned() };
         if options.keep > MoveOptions::KEEP_MAX {
-            return Err(refused("the files that it came from are kept for 366 days at most"));
+            return Err(refused("source files are kept for 366 days at most"));
         }
         let directory = options.to.canonicalize().map_err(|error| refused(&error.to_string()))?;
         if !directory.is_dir() {
@@ -176,7 +176,7 @@ impl Moving {
         Ok(moving)
     }
 
-    /// The move of a disk whose path is the new one, if it came there by one and its old files are there still.
+    /// The move that brought a disk to its path, while the source files are kept.
     ///
     /// # Errors
     /// A journal that cannot be read.
@@ -264,7 +264,7 @@ impl Moving {
         let batch: u64 = self.read.iter().map(|(_, copy)| copy.sent).sum();
         let next = self.next_layer();
         if self.read.len() >= BATCH || batch >= BATCH_BYTES || next.is_none() && !self.read.is_empty() {
-            self.settle()?;
+            self.finish_batch()?;
             return Ok(Did::default());
         }
         if let Some(layer) = next {
@@ -358,8 +358,8 @@ impl Moving {
         copied.or_else(reading).unwrap_or_else(|| layer.to_owned())
     }
 
-    /// Flushes, compares and names what is read.
-    fn settle(&mut self) -> Result<()> {
+    /// Flushes, compares and names the copies that were read.
+    fn finish_batch(&mut self) -> Result<()> {
         let mut read = std::mem::take(&mut self.read);
         let each = read.len().div_ceil(ABREAST);
         let finish = |part: &mut [(PlannedLayer, LayerCopy)]| -> Vec<Result<Whole>> {
@@ -475,8 +475,7 @@ impl Moving {
         Ok(())
     }
 
-    /// Lets go of the files that the disk came from: removes those in its old directory that nobody else needs. Returns those that were
-    /// there, with why any of them stays.
+    /// Removes the source files in the disk's old directory that nobody else needs. Returns all of them, with the reason why one stays.
     ///
     /// # Errors
     /// A directory that cannot be read. It can be tried again.
@@ -490,7 +489,7 @@ impl Moving {
         Ok(collect(&from, &CollectOptions { open, ..CollectOptions::default() })?)
     }
 
-    /// Leaves those files where they are: `vmstrata gc` of the old path removes them.
+    /// Leaves the source files where they are: `vmstrata gc` of the old path removes them.
     ///
     /// # Errors
     /// A journal that cannot be removed.

@@ -121,7 +121,7 @@ struct Entry {
     tier: Option<(Arc<Tiered>, usize)>,
     /// What is not published yet, of a disk that became a tiered one while it was in use.
     attaching: Option<BeingAttached>,
-    /// What is known of its move, until the files that it came from are gone.
+    /// Its move, until the source files are gone.
     moving: Option<Report>,
     /// Whether it was added while the server, or the one before it, ran.
     is_added: bool,

@@ -12,10 +12,10 @@ use crate::units::parse_time;
 /// How disks move.
 #[derive(Clone, Debug, Args)]
 pub struct MoveHowArgs {
-    /// For how long the files that a disk came from are kept, as in 10m
+    /// Keep the source files for so long, as in 10m
     #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "10m")]
     pub keep: Duration,
-    /// Bytes a second that are written at most, as in 50M; `vmstrata job limit` changes it
+    /// Write at most so many bytes a second, as in 50M; `vmstrata job limit` changes it
     #[arg(long, value_name = "SIZE", value_parser = super::job::limit)]
     pub limit: Option<u64>,
     /// Say what would be copied, and copy nothing
@@ -32,7 +32,7 @@ pub struct MoveArgs {
     /// The directory that it moves to
     #[arg(long, value_name = "DIR", required_unless_present = "undo")]
     pub to: Option<PathBuf>,
-    /// Move it back to where it came from, as long as those files are kept: only what was written since is copied
+    /// Move it back, while the source files are kept: only what was written since is copied
     #[arg(long, conflicts_with = "to")]
     pub undo: bool,
     /// How it moves.
@@ -50,9 +50,9 @@ Examples:
   vmstrata move web --to /mnt/new --limit 50M --keep 1h
   vmstrata move web --undo
 
-The layers of the disk's history are copied first, and what its guest writes meanwhile goes to the target once little is left. So a move comes to \
-its end however much the guest writes. Stopped or killed, it goes on where it was when the command is run again. Files that are there \
-already, such as a base that another disk brought, are not copied.
+The command copies the layers of the disk's history. When little is left, the guest's writes go to the target, and the rest is copied. So a move \
+ends however much the guest writes. Run the command again to go on with a move that was stopped or killed. It does not copy files that the target \
+has already, such as a base that another disk brought.
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
 
 /// `vmstrata drain`
@@ -80,6 +80,6 @@ Examples:
   vmstrata drain /mnt/old --to /mnt/new --dry-run
   vmstrata drain /mnt/old --to /mnt/new --limit 100M
 
-Moves the disks in DIR that the server serves, one after the other, as `vmstrata move` does. Stopped, it goes on when it is run again. Images in DIR that \
-no server serves are listed, and stay.
+Moves the disks in DIR that the server serves, one after the other, as `vmstrata move` does. Run it again to go on. It lists the images in DIR that \
+no server serves, and leaves them there.
 Exit codes: 0 done, 1 not all is done (the reason is on stderr), 64 wrong usage.";

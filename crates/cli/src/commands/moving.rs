@@ -92,7 +92,7 @@ impl Planned {
     }
 }
 
-/// Where a disk is on its way.
+/// How far a disk's move is.
 pub fn line(moving: &MoveStatus) -> String {
     let MoveStatus { phase, from, to, left_bytes, kept_until_ns } = moving;
     let left = short_size(*left_bytes);
@@ -101,7 +101,7 @@ pub fn line(moving: &MoveStatus) -> String {
         MovePhase::Rest => format!("writes to {to}, and needs {from} still: {left} left to copy"),
         MovePhase::Moved => {
             let until = kept_until_ns.map_or_else(String::new, |until| format!(" until {}", rfc3339(until)));
-            format!("moved from {from}, whose files are kept{until}")
+            format!("moved from {from}; source files are kept{until}")
         }
     }
 }
@@ -128,7 +128,7 @@ pub fn run(args: &MoveArgs) -> Result<ExitCode> {
             answer(json, &moved, || {
                 let kept = args.how.keep.as_secs();
                 format!(
-                    "{}its old files are kept for {kept} s: until then `vmstrata move {} --undo` takes it back\n",
+                    "{}its source files are kept for {kept} s: until then `vmstrata move {} --undo` moves it back\n",
                     moved.text(),
                     moved.disk
                 )
@@ -138,7 +138,7 @@ pub fn run(args: &MoveArgs) -> Result<ExitCode> {
             let moved = audit::change(audit::of("move", [&args.disk]), |_| by_itself(args, &to))?;
             answer(json, &moved, || {
                 format!(
-                    "{}its old files are where they were: `vmstrata gc {}` removes them\n",
+                    "{}its source files are left: `vmstrata gc {} --yes` removes them\n",
                     moved.text(),
                     moved.from
                 )
@@ -148,14 +148,14 @@ pub fn run(args: &MoveArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The directory that a disk came from, as long as its files are kept.
+/// The directory that a disk came from, while its source files are kept.
 fn came_from(disk: &Path, live: Option<&Live>) -> Result<PathBuf> {
     let from = match live {
         Some(live) => detail(live)?.disk.moving.map(|moving| path_from_text(&moving.from)),
         None => vmstrata_migrate::came_from(disk)?,
     };
     let from = from.with_context(|| {
-        format!("{}: it did not come from elsewhere, or those files are gone", disk.display())
+        format!("{}: no source files are kept: it has not moved, or they were removed", disk.display())
     })?;
     Ok(directory_of(&from))
 }

@@ -1,4 +1,4 @@
-//! Disks in use move to other directories, and the files that they came from go after a while.
+//! Disks in use move to other directories, and their source files go after a while.
 //!
 //! ```text
 //!   job move ──► Report in the disk's entry ──► its path, its status
@@ -104,7 +104,7 @@ impl Host {
         }
     }
 
-    /// Lets go of files that moved disks came from, once their time is over. Returns how long until the next one's is.
+    /// Removes the source files of moved disks once their time is over. Returns how long until the next one's is.
     pub(super) fn let_go_of_sources(&self) -> Option<Duration> {
         let moved: Vec<(String, Report)> = {
             let table = self.table.lock();
@@ -120,7 +120,7 @@ impl Host {
                 continue;
             }
             if let Err(error) = self.let_go_of_source(&name, &report) {
-                tracing::warn!(disk = name, %error, "the files that it came from stay for now");
+                tracing::warn!(disk = name, %error, "the source files stay for now");
             }
         }
         next
@@ -128,7 +128,7 @@ impl Host {
 
     fn let_go_of_source(&self, name: &str, report: &Report) -> Result<(), Error> {
         let (_change, table) = self.begin_change()?;
-        let (spec, disk) = table.lend(name, "letting go of the files that it came from")?;
+        let (spec, disk) = table.lend(name, "removing its source files")?;
         let open = self.open_options(spec);
         drop(table);
         let is_there = |wanted: &String, known: Option<&str>| known == Some(wanted.as_str());
