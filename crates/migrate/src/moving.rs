@@ -129,6 +129,9 @@ impl Moving {
         if !directory.is_dir() {
             return Err(refused("that is no directory"));
         }
+        if directory.parent().is_none() {
+            return Err(refused("that is the host's root directory"));
+        }
         if let Some(moving) = Self::resume(disk, &options.open)? {
             return match moving.phase() {
                 _ if moving.directory == directory => Ok(moving),

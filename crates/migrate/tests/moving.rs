@@ -204,6 +204,7 @@ fn what_cannot_be_moved_is_refused_and_stays_as_it_is() {
     let disk = open_with(&path, &OpenOptions::default());
     let refused = |to: &Path| Moving::begin(&disk, &options(to)).unwrap_err().to_string();
     assert!(refused(&old).contains("it is there"));
+    assert!(refused(Path::new("/")).contains("root directory"));
     assert!(refused(&dir.path().join("none")).contains("No such file"));
     assert!(refused(&path).contains("no directory"));
     fs::write(new.join("web.qcow2"), "somebody's").unwrap();

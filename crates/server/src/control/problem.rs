@@ -1,5 +1,7 @@
 //! Errors as their senders see them: one form, a kind for programs, and a sentence for people.
 
+use std::io;
+
 use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use vmstrata_api::{PROBLEM_TYPE, Problem};
@@ -77,6 +79,8 @@ fn classify(error: &Error) -> (u16, &'static str) {
         | Error::GroupDiffers { .. } => (422, "invalid"),
         Error::Tier(tier) => classify_tier(tier),
         Error::Move(moved) => classify_move(moved),
+        // A file, or what lies below one.
+        Error::TierDirectory { source, .. } if is_no_directory(source) => (422, "invalid"),
         Error::NotAllPublished { .. } => (503, "not-published"),
         Error::Served { .. } => (409, "already-served"),
         Error::NoSuchDisk { .. } => (404, "no-such-disk"),
@@ -104,6 +108,10 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::Nbd(_) => (422, "invalid"),
         _ => (500, "system"),
     }
+}
+
+fn is_no_directory(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory)
 }
 
 fn classify_vhost_user(error: &vhost_user::Error) -> (u16, &'static str) {
