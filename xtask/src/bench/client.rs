@@ -21,6 +21,7 @@ use anyhow::{Context, Result, bail, ensure};
 use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
 
 use super::load::{Load, Outcome, Run, Turn, Watch};
+use super::results::quantile;
 use crate::chain::pattern::{self, Writer, mix};
 
 /// Longest silence of a server before a run is given up.
@@ -49,6 +50,28 @@ pub struct Client {
     data_seed: u64,
     // Dropped last: the queue and the memory belong to it.
     _device: Blkio,
+}
+
+/// The time of each request.
+#[derive(Default)]
+struct Times {
+    started: Vec<Option<Instant>>,
+    ms: Vec<f64>,
+}
+
+impl Watch for Times {
+    fn started(&mut self, slot: usize) {
+        self.started.resize(self.started.len().max(slot + 1), None);
+        self.started[slot] = Some(Instant::now());
+    }
+
+    fn completed(&mut self, slot: usize) {
+        self.ms.extend(self.started[slot].map(|started| started.elapsed().as_secs_f64() * 1000.0));
+    }
+
+    fn goes_on(&self) -> bool {
+        true
+    }
 }
 
 impl Client {
@@ -113,6 +136,16 @@ impl Client {
     /// When a request fails or the server goes silent.
     pub fn run(&mut self, load: &Load) -> Result<Outcome> {
         self.run_watched(load, self.capacity, &mut ())
+    }
+
+    /// Runs `load`; returns requests a second, and the time in ms that 99 of 100 of them do not exceed.
+    ///
+    /// # Errors
+    /// As [`Client::run`].
+    pub fn run_timed(&mut self, load: &Load) -> Result<(f64, f64)> {
+        let mut times = Times::default();
+        let outcome = self.run_watched(load, self.capacity, &mut times)?;
+        Ok((outcome.iops(), quantile(&times.ms, 0.99)))
     }
 
     /// Runs `load` on the first `span` bytes of the disk, watched.

@@ -24,11 +24,11 @@ use serde_json::json;
 use super::client::Client;
 use super::fresh::{BLOCK, Side, full};
 use super::history::take::timed;
-use super::load::{Access, Load, Watch};
+use super::load::{Access, Load};
 use super::machine::settle;
 use super::qmp::Qmp;
 use super::report::{Report, Row};
-use super::results::quantile;
+use super::results::median;
 use super::server::{self, Kind, vmstrata};
 use super::shown::Shown;
 use crate::chain::{self, Base, Plan, Spec};
@@ -161,35 +161,10 @@ impl Mover {
     }
 }
 
-/// The times of requests.
-#[derive(Default)]
-struct Times {
-    started: Vec<Option<Instant>>,
-    ms: Vec<f64>,
-}
-
-impl Watch for Times {
-    fn started(&mut self, slot: usize) {
-        self.started.resize(self.started.len().max(slot + 1), None);
-        self.started[slot] = Some(Instant::now());
-    }
-
-    fn completed(&mut self, slot: usize) {
-        self.ms.extend(self.started[slot].map(|started| started.elapsed().as_secs_f64() * 1000.0));
-    }
-
-    fn goes_on(&self) -> bool {
-        true
-    }
-}
-
 /// What a guest does: requests a second, and the time in ms that 99 of 100 do not exceed.
 fn works(client: &mut Client, seed: u64, time: Duration) -> Result<(f64, f64)> {
     let access = Access::RandomWrite { round: 0 };
-    let load = Load { access, fua: false, block: BLOCK, depth: DEPTH, time, seed };
-    let mut times = Times::default();
-    let outcome = client.run_watched(&load, client.capacity(), &mut times)?;
-    Ok((outcome.iops(), quantile(&times.ms, 0.99)))
+    client.run_timed(&Load { access, fua: false, block: BLOCK, depth: DEPTH, time, seed })
 }
 
 /// Of rounds: during a move / without.
@@ -233,7 +208,6 @@ fn beside_a_guest(options: &Options, dir: &Path, report: &mut Report) -> Result<
             mirrored.add(during, without);
         }
     }
-    let median = super::results::median;
     let name = "guest, 4 KiB random writes, QD8: during a move / without";
     report.add(Row::median(name, "", &slowed.rates).at_least(0.9).beside(median(&mirrored[0].rates)));
     let name = "guest's p99: during a move / without";

@@ -13,9 +13,8 @@ use vmstrata_tier::is_object_name;
 
 use super::super::client::{Client, Target};
 use super::super::fresh::BLOCK;
-use super::super::history::take::timed as timed_by;
-use super::super::load::{Access, Load, Outcome, Watch};
-use super::super::results::quantile;
+use super::super::history::take::timed;
+use super::super::load::{Access, Load, Outcome};
 use super::Options;
 use crate::answer::wait_for_answer;
 use crate::nas::host::{self, Host};
@@ -55,7 +54,7 @@ impl Stage<'_> {
         fs::create_dir_all(&dir)?;
         let path = dir.join("empty.qcow2");
         let mut create = Command::new("qemu-img");
-        timed_by(create.args(["create", "-q", "-f", "qcow2"]).arg(&path).arg(size.to_string()))?;
+        timed(create.args(["create", "-q", "-f", "qcow2"]).arg(&path).arg(size.to_string()))?;
         Ok(path)
     }
 
@@ -181,38 +180,9 @@ impl Drop for Peer {
     }
 }
 
-/// The time of each request.
-#[derive(Default)]
-struct Times {
-    started: Vec<Option<Instant>>,
-    ms: Vec<f64>,
-}
-
-impl Watch for Times {
-    fn started(&mut self, slot: usize) {
-        self.started.resize(self.started.len().max(slot + 1), None);
-        self.started[slot] = Some(Instant::now());
-    }
-
-    fn completed(&mut self, slot: usize) {
-        self.ms.extend(self.started[slot].map(|started| started.elapsed().as_secs_f64() * 1000.0));
-    }
-
-    fn goes_on(&self) -> bool {
-        true
-    }
-}
-
 /// Random 4 KiB writes of a guest for so long.
 pub(super) fn random_writes(seed: u64, depth: usize, fua: bool, time: Duration) -> Load {
     Load { access: Access::RandomWrite { round: 0 }, fua, block: BLOCK, depth, time, seed }
-}
-
-/// Requests a second, and the time in ms that 99 of 100 of them do not exceed.
-pub(super) fn timed(client: &mut Client, load: &Load) -> Result<(f64, f64)> {
-    let mut times = Times::default();
-    let outcome = client.run_watched(load, client.capacity(), &mut times)?;
-    Ok((outcome.iops(), quantile(&times.ms, 0.99)))
 }
 
 /// Bytes of the blocks that were written, each counted once.

@@ -10,7 +10,7 @@ use super::super::machine::{by_turns, settle};
 use super::super::report::{Report, Row};
 use super::super::results::ratios;
 use super::super::server::Kind;
-use super::stage::{Peer, Side, Stage, random_writes, timed};
+use super::stage::{Peer, Side, Stage, random_writes};
 use crate::nas::WIRE_BYTES_PER_S;
 
 /// Who takes a turn.
@@ -132,7 +132,7 @@ impl Samples {
     fn take(&mut self, who: Who<'_>, load: &Load) -> Result<()> {
         match who {
             Who::Tiered(side) => {
-                let (rate, p99) = timed(&mut side.client, load)?;
+                let (rate, p99) = side.client.run_timed(load)?;
                 self.tiered.push(rate);
                 self.tiered_p99.push(p99);
                 // What is left is shipped before others have their turn.
@@ -144,14 +144,14 @@ impl Samples {
                 self.processor_s.push(s / (bytes.max(1.0) / f64::from(1 << 30)));
             }
             Who::Local(side) => {
-                let (rate, p99) = timed(&mut side.client, load)?;
+                let (rate, p99) = side.client.run_timed(load)?;
                 self.local.push(rate);
                 self.local_p99.push(p99);
             }
             Who::OnNas(cache, peer) => {
                 // Its rate is far steadier than those beside it.
                 let time = load.time.min(Duration::from_secs(5));
-                self.on_nas[cache].push(timed(&mut peer.client, &Load { time, ..*load })?.0);
+                self.on_nas[cache].push(peer.client.run_timed(&Load { time, ..*load })?.0);
                 peer.client.flush()?;
             }
         }
