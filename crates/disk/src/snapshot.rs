@@ -264,8 +264,8 @@ pub fn clone(disk: &Path, name: &str, output: &Path, options: &OpenOptions) -> R
     Ok(found.layer)
 }
 
-/// Makes the image at `path`, which nobody uses, know its backing file as `below`: the same bytes, of that format, in another place. Returns
-/// whether it knew it by another name.
+/// Changes the name of the backing file in the header of an image that is not in use. `below` must hold the same bytes in that format. Returns
+/// whether the header had another name.
 ///
 /// # Errors
 /// An image in use, one without a backing file, a header without room for the name; whatever the host reports. It has the old name then,
@@ -290,7 +290,7 @@ pub fn rename_backing(path: &Path, below: &Path, format: Format) -> Result<bool>
 }
 
 /// Notes beside the disk at `disk`, which is gone from there, that the files `layers` beside it were its layers, newest first: from then on
-/// [`crate::merge::collect`] removes those that nobody needs.
+/// [`crate::merge::collect`] removes those that no image needs.
 pub fn note_left(disk: &Path, layers: &[PathBuf]) {
     orphans::note_left(disk, layers.iter().map(PathBuf::as_path), false);
 }

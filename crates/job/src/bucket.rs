@@ -1,7 +1,11 @@
 //! How fast a job may go: a bucket that bytes are taken from after they were written, and that fills with time. Steps of at most
 //! [`Bucket::step_bytes`] bound what is written before it is paid for.
 
+use std::thread;
 use std::time::{Duration, Instant};
+
+/// How often a wait asks whether to go on.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Steps in a second, at least: the limit holds over a tenth of a second.
 const STEPS_PER_SECOND: u64 = 10;
@@ -46,6 +50,13 @@ impl Bucket {
         // A job that owes more than a year has other troubles than its precision.
         let time = Duration::from_secs_f64((bytes as f64 / speed.max(1) as f64).min(3e7));
         self.paid_at = self.paid_at.max(now) + time;
+    }
+
+    /// Sleeps until the next step may begin, but no longer than `goes_on` holds.
+    pub fn wait_while(&self, mut goes_on: impl FnMut() -> bool) {
+        while goes_on() && !self.wait(Instant::now()).is_zero() {
+            thread::sleep(self.wait(Instant::now()).min(LOOK_EVERY));
+        }
     }
 
     /// How long to wait before the next step.

@@ -29,7 +29,7 @@ pub struct Plan {
     pub layers: Vec<PlannedLayer>,
     /// Bytes of the layer that takes the writes; 0 if that lies there.
     pub active_bytes: u64,
-    /// The lowest layer there that stands on one elsewhere: it comes to stand on the copy of that.
+    /// The lowest layer at the target whose backing file is elsewhere. The move ends by giving it the copy as backing file.
     pub(crate) stands_elsewhere: Option<PathBuf>,
 }
 

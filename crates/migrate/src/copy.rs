@@ -13,10 +13,10 @@ use std::io;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Advice, AtFlags, SeekFrom, Timespec, Timestamps};
+use rustix::fs::{Advice, SeekFrom, Timespec, Timestamps};
 use rustix::io::Errno;
 use vmstrata_disk::copy_access;
-use vmstrata_store::{FileId, Place};
+use vmstrata_store::{FileId, Place, is_zero};
 
 use crate::error::{Error, Result};
 
@@ -238,11 +238,6 @@ fn digest_piece(digest: &mut blake3::Hasher, at: u64, piece: &[u8]) {
     digest.update(piece);
 }
 
-fn is_zero(piece: &[u8]) -> bool {
-    // As wide as the processor compares.
-    piece.chunks(64).all(|chunk| chunk.iter().fold(0, |all, byte| all | byte) == 0)
-}
-
 /// Where data begins at or past `at`; `None` when there is none. A file system that knows no holes has data everywhere.
 fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
     match rustix::fs::seek(file, SeekFrom::Data(at)) {
@@ -278,6 +273,5 @@ pub(crate) fn flush_directory(directory: &Path) -> Result<()> {
 
 /// Bytes that a file takes of its storage.
 pub(crate) fn allocated(path: &Path) -> u64 {
-    let found = rustix::fs::statat(rustix::fs::CWD, path, AtFlags::empty());
-    found.map_or(0, |found| found.st_blocks as u64 * 512)
+    fs::metadata(path).map_or(0, |about| about.blocks() * 512)
 }

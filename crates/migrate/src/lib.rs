@@ -26,7 +26,7 @@ mod moving;
 pub use chain::{Plan, PlannedLayer};
 pub use error::{Error, Result};
 pub use journal::{came_from, moved_to, source_directory};
-pub use moving::{Did, MoveOptions, Moving, Phase, Report};
+pub use moving::{MoveOptions, Moving, Phase, Report};
 
 #[cfg(doc)]
 use vmstrata_disk::Disk;

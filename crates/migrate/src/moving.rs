@@ -17,7 +17,7 @@ use vmstrata_disk::{
 use vmstrata_store::Gate;
 
 use crate::chain::{Plan, PlannedLayer, check_room, names_of};
-use crate::copy::{LayerCopy, Whole, digest_at, flush_directory};
+use crate::copy::{LayerCopy, Whole, allocated, digest_at, flush_directory};
 use crate::error::{Error, Result};
 use crate::journal::{Copied, Journal, forget_moved, note_moved};
 
@@ -63,15 +63,6 @@ pub enum Phase {
     Rest,
     /// The disk needs its old directory no more.
     Whole,
-}
-
-/// What a step did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Did {
-    /// Bytes written to the target.
-    pub bytes: u64,
-    /// For how long writes were held, if that was the switch.
-    pub switched: Option<Duration>,
 }
 
 /// What there is to say of a move.
@@ -248,11 +239,11 @@ impl Moving {
         }
     }
 
-    /// Does what comes next, writing about `most` bytes.
+    /// Does what comes next, writing about `most` bytes. Returns the bytes written to the target.
     ///
     /// # Errors
     /// Whatever stands in the way; the disk is sound. It can be tried again.
-    pub fn step(&mut self, most: u64) -> Result<Did> {
+    pub fn step(&mut self, most: u64) -> Result<u64> {
         if let Some((layer, mut copy)) = self.current.take() {
             // A copy that is given up here is found again by its file.
             let bytes = copy.go_on(most)?;
@@ -261,28 +252,24 @@ impl Moving {
             } else {
                 self.current = Some((layer, copy));
             }
-            return Ok(Did { bytes, switched: None });
+            return Ok(bytes);
         }
         self.look()?;
         let batch: u64 = self.read.iter().map(|(_, copy)| copy.sent).sum();
         let next = self.next_layer();
         if self.read.len() >= BATCH || batch >= BATCH_BYTES || next.is_none() && !self.read.is_empty() {
             self.finish_batch()?;
-            return Ok(Did::default());
-        }
-        if let Some(layer) = next {
+        } else if let Some(layer) = next {
             self.begin_layer(layer)?;
-            return Ok(Did::default());
-        }
-        match self.phase() {
-            Phase::Copying if self.is_much_left() => self.freeze().map(|()| Did::default()),
-            Phase::Copying => {
-                let switched = Some(self.switch()?);
-                Ok(Did { bytes: 0, switched })
+        } else {
+            match self.phase() {
+                Phase::Copying if self.is_much_left() => self.freeze()?,
+                Phase::Copying => self.switch()?,
+                Phase::Rest => self.stand()?,
+                Phase::Whole => {}
             }
-            Phase::Rest => self.stand().map(|()| Did::default()),
-            Phase::Whole => Ok(Did::default()),
         }
+        Ok(0)
     }
 
     /// Looks at the disk's layers, if they are others by now.
@@ -319,16 +306,15 @@ impl Moving {
             if !is_like || !self.can_be(&layer, &to)? {
                 continue;
             }
-            let wanted = match digest.take() {
-                Some(known) => known,
-                None => digest_at(&layer.from)?,
-            };
-            if digest_at(&to)? == wanted {
+            if digest.is_none() {
+                digest = Some(digest_at(&layer.from)?);
+            }
+            let there = digest_at(&to)?;
+            if digest.as_ref() == Some(&there) {
                 tracing::info!(layer = %to.display(), "is there already");
-                let copied = Copied { to, len: about.len(), digest: wanted };
+                let copied = Copied { to, len: about.len(), digest: there };
                 return self.journal.add_copied(vec![(layer.from, copied, 0)]);
             }
-            digest = Some(wanted);
         }
         unreachable!("there are names without end")
     }
@@ -402,7 +388,7 @@ impl Moving {
 
     /// Whether freezing what takes the writes, and copying it, leaves less.
     fn is_much_left(&self) -> bool {
-        let left = self.plan.1.active_bytes.max(crate::copy::allocated(self.disk.path()));
+        let left = allocated(self.disk.path());
         left > self.rest && self.frozen_bytes.is_none_or(|before| left < before / 2)
     }
 
@@ -418,12 +404,12 @@ impl Moving {
     fn freeze(&mut self) -> Result<()> {
         let info = self.state()?;
         let taken = self.disk.snapshot(&info)?;
-        self.frozen_bytes = Some(crate::copy::allocated(&taken.layer));
+        self.frozen_bytes = Some(allocated(&taken.layer));
         Ok(())
     }
 
     /// Has the guest write to the target from now on.
-    fn switch(&mut self) -> Result<Duration> {
+    fn switch(&mut self) -> Result<()> {
         let from = self.journal.from.clone();
         check_room(&self.plan.1, &self.directory, |layer| self.journal.copied.contains_key(&layer.from))?;
         let info = self.state()?;
@@ -450,7 +436,7 @@ impl Moving {
                 // Of an earlier move from there.
                 forget_moved(&self.to);
                 tracing::info!(disk = %self.to.display(), from = %from.display(), pause_us = pause.as_micros(), "writes go there from now on");
-                Ok(pause)
+                Ok(())
             }
             Err(error) => {
                 if from.symlink_metadata().is_ok() {

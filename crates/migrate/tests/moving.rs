@@ -63,7 +63,7 @@ fn with_history(dir: &Path, snapshots: usize) -> (PathBuf, Vec<Vec<u8>>) {
 fn finish(moving: &mut Moving) -> u64 {
     let mut sent = 0;
     while moving.phase() != Phase::Whole {
-        sent += moving.step(256 << 10).unwrap().bytes;
+        sent += moving.step(256 << 10).unwrap();
     }
     sent
 }
@@ -420,7 +420,7 @@ fn a_copy_that_reads_otherwise_is_no_copy() {
     let disk = open_with(&path, &OpenOptions::default());
     let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
     let part = |new: &Path| files_in(new).into_iter().find(|name| name.ends_with(".part"));
-    while moving.step(1 << 20).unwrap().bytes == 0 {}
+    while moving.step(1 << 20).unwrap() == 0 {}
     let torn = fs::File::options().write(true).open(new.join(part(&new).unwrap())).unwrap();
     torn.write_all_at(b"torn", 70_000).unwrap();
     let error = loop {

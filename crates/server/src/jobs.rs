@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::{Notify, broadcast};
 use vmstrata_api::{ChangedBy, Event, JobChange, JobState, JobStatus, Outcome, Removed};
-use vmstrata_job::{Change, Job, State, Work};
+use vmstrata_job::{Change, Job, State, Step, Work};
 
 pub(crate) use self::attach::{Attached, TIER_ATTACH, TierAttach};
 pub(crate) use self::index_build::{INDEX_BUILD, IndexBuild};
@@ -36,6 +36,8 @@ use vmstrata_types::told;
 const JOBS_MAX: usize = 64;
 /// Jobs that ended and are still listed.
 const ENDED_KEPT: usize = 100;
+/// The longest time until a job tries again what failed.
+const RETRY_S_MAX: u64 = 30;
 /// The least time between two events of progress.
 const TELL_EVERY: Duration = Duration::from_millis(500);
 
@@ -47,6 +49,32 @@ pub(crate) struct Kind {
     /// What a step is, in the plural.
     unit: &'static str,
     removes_files: bool,
+}
+
+/// When a job tries again what failed: after a second, and after twice as long each time, up to half a minute.
+#[derive(Debug, Default)]
+struct Retry {
+    failures: u32,
+    not_before: Option<Instant>,
+}
+
+impl Retry {
+    /// When the next try begins; once after each failure.
+    fn not_before(&mut self) -> Option<Instant> {
+        self.not_before.take()
+    }
+
+    fn worked(&mut self) {
+        self.failures = 0;
+    }
+
+    /// The step that failed, which does not count.
+    fn failed(&mut self, why: String) -> Step {
+        let seconds = 1u64.checked_shl(self.failures).unwrap_or(RETRY_S_MAX).min(RETRY_S_MAX);
+        self.failures = (self.failures + 1).min(RETRY_S_MAX as u32);
+        self.not_before = Some(Instant::now() + Duration::from_secs(seconds));
+        Step { failure: Some(why), is_part: true, ..Step::default() }
+    }
 }
 
 /// All jobs of a server.

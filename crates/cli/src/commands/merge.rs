@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
@@ -25,8 +25,6 @@ use crate::audit::{self, What};
 use crate::output::{Progress, Table, answer, counted};
 use crate::units::short_size;
 
-/// How often is looked whether to go on, while waiting for the speed limit.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Most files listed one by one that stay for one reason; `--json` lists all.
 const LISTED_MAX: usize = 6;
 /// What there is to say of a merge that ended before all was done.
@@ -130,7 +128,7 @@ pub fn delete_quietly(disk: &Path, names: &[String]) -> Result<()> {
     })
 }
 
-/// Drops states from the chain of a disk that nobody uses; returns the bytes that are free by that.
+/// Merges snapshots out of the chain of a disk that is not in use. Returns the bytes freed.
 ///
 /// # Errors
 /// As [`delete`].
@@ -311,9 +309,7 @@ fn merge(
                 let mut merge = Merge::new(disk, range, options, &resources)?;
                 let total = merge.total() * ranges.len() as u64;
                 while let Some(action) = merge.select() {
-                    while goes_on(done, total, written) && !bucket.wait(Instant::now()).is_zero() {
-                        std::thread::sleep(bucket.wait(Instant::now()).min(LOOK_EVERY));
-                    }
+                    bucket.wait_while(|| goes_on(done, total, written));
                     ensure!(
                         goes_on(done, total, written),
                         "{}: ended before all was done: {STOPPED}",

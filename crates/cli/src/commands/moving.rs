@@ -3,10 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
-use std::{slice, thread};
 
 use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
@@ -189,7 +189,7 @@ fn by_itself(args: &MoveArgs, to: &Path) -> Result<Moved> {
     open.allow_backing.extend(vmstrata_migrate::source_directory(&path));
     let resources = resources(&args.access.journal)?;
     let disk = Disk::open(&path, &open, &resources)?;
-    // Nobody writes meanwhile: all that is left can go after the switch.
+    // No guest writes meanwhile, so copy everything after the switch.
     let options =
         MoveOptions { keep: args.how.keep, rest: u64::MAX, ..MoveOptions::new(to.to_owned(), open) };
     let moved = go(&disk, &options, args);
@@ -215,11 +215,11 @@ fn go(disk: &Arc<Disk>, options: &MoveOptions, args: &MoveArgs) -> Result<(Moved
             if stop.load(Ordering::Relaxed) {
                 bail!("{}: stopped: the command goes on if it is run again", args.disk.display());
             }
-            let bytes = moving.step(bucket.step_bytes().min(4 << 20))?.bytes;
+            let bytes = moving.step(bucket.step_bytes().min(4 << 20))?;
             copied += bytes;
             progress.update("move", copied, copied + moving.report().left_bytes);
             bucket.take(bytes, Instant::now());
-            thread::sleep(bucket.wait(Instant::now()));
+            bucket.wait_while(|| !stop.load(Ordering::Relaxed));
         }
         Ok(())
     })?;
@@ -243,7 +243,7 @@ struct Drained {
     planned: Vec<Planned>,
     moved: Vec<Moved>,
     failed: Vec<Failed>,
-    /// Images that no server serves, and that no disk there stands on.
+    /// Images that are neither served nor a backing file in this directory.
     left: Vec<String>,
 }
 
@@ -302,7 +302,7 @@ fn move_one(disk: &PathBuf, args: &DrainArgs) -> Result<Moved> {
     by_server(&live, &args.to, &args.how, args.json)
 }
 
-/// Images in a directory that are none of these disks, and that nothing there stands on.
+/// The images in a directory that are neither one of `disks` nor a backing file there.
 fn left(dir: &Path, disks: &[PathBuf]) -> Result<Vec<String>> {
     let mut stood_on: Vec<PathBuf> = disks.to_vec();
     let mut images = Vec::new();

@@ -201,7 +201,7 @@ impl Running {
         stays.map(|layer| map_up_to(disk.path(), chain, layer, &disk.options(), &disk.resources)).transpose()
     }
 
-    /// Begins to copy into the active layer, which will stand on `below`: the chain of `after`.
+    /// Begins to copy into the active layer. The merge makes `below`, whose chain is `after`, its backing file.
     pub(super) fn promise(
         &self,
         chain: &[ChainFile],

@@ -131,10 +131,9 @@ impl Host {
         let (spec, disk) = table.lend(name, "removing its source files")?;
         let open = self.open_options(spec);
         drop(table);
-        let is_there = |wanted: &String, known: Option<&str>| known == Some(wanted.as_str());
         let states = list(disk.path(), &open)?;
-        let made = report.froze.iter().filter(|made| states.iter().any(|state| is_there(made, state.name())));
-        let made: Vec<String> = made.cloned().collect();
+        let is_there = |made: &&String| states.iter().any(|state| state.name() == Some(made.as_str()));
+        let made: Vec<String> = report.froze.iter().filter(is_there).cloned().collect();
         if !made.is_empty() {
             let asked = JobSpec::SnapshotDelete {
                 disk: name.to_owned(),

@@ -2,14 +2,13 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use vmstrata_job::{Next, Step, Work};
 use vmstrata_tier::{Attaching, Tiered};
 use vmstrata_types::told;
 
-use super::Kind;
+use super::{Kind, Retry};
 use crate::error::Error;
 
 /// The kind of [`TierAttach`].
@@ -17,8 +16,6 @@ pub(crate) const TIER_ATTACH: Kind = Kind { name: "tier_attach", unit: "MiB", re
 
 /// Bytes of a step.
 const STEP: u64 = 1 << 20;
-/// How long to wait before what failed is tried again; twice as long each time.
-const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
 
 /// A disk that is being attached, for as long as it is: a job that ends before that leaves it to the next one.
 pub(crate) type Attached = Arc<Mutex<Option<Attaching>>>;
@@ -29,8 +26,7 @@ pub(crate) struct TierAttach {
     total: u64,
     /// Takes what publishes the disk from then on.
     then: Box<dyn Fn(Tiered) + Send>,
-    retry: Duration,
-    not_before: Option<Instant>,
+    retry: Retry,
 }
 
 impl fmt::Debug for TierAttach {
@@ -43,7 +39,7 @@ impl TierAttach {
     pub(crate) fn new(attached: Attached, then: Box<dyn Fn(Tiered) + Send>) -> Self {
         let left = attached.lock().as_ref().map_or(0, |attaching| attaching.bytes().1);
         let total = left.div_ceil(STEP) + 1;
-        Self { attached, total, then, retry: RETRY[0], not_before: None }
+        Self { attached, total, then, retry: Retry::default() }
     }
 }
 
@@ -56,7 +52,7 @@ impl Work for TierAttach {
     }
 
     fn select(&mut self) -> Result<Next<()>, Error> {
-        if let Some(time) = self.not_before.take() {
+        if let Some(time) = self.retry.not_before() {
             return Ok(Next::WaitUntil(time));
         }
         Ok(if self.attached.lock().is_some() { Next::Step(()) } else { Next::End })
@@ -69,7 +65,7 @@ impl Work for TierAttach {
         let done = if left > 0 { attaching.read(most.min(STEP)) } else { attaching.publish().map(|()| 0) };
         match done {
             Ok(bytes) if left > 0 => {
-                self.retry = RETRY[0];
+                self.retry.worked();
                 Ok(Step { bytes, is_part: !(left - bytes).is_multiple_of(STEP), ..Step::default() })
             }
             Ok(_) => {
@@ -79,11 +75,7 @@ impl Work for TierAttach {
                 Ok(Step::default())
             }
             Err(error @ vmstrata_tier::Error::Fenced { .. }) => Err(error.into()),
-            Err(error) => {
-                self.not_before = Some(Instant::now() + self.retry);
-                self.retry = (2 * self.retry).min(RETRY[1]);
-                Ok(Step { failure: Some(told(&error)), is_part: true, ..Step::default() })
-            }
+            Err(error) => Ok(self.retry.failed(told(&error))),
         }
     }
 }
