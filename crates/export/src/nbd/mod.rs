@@ -31,7 +31,6 @@ mod limits;
 mod listener;
 mod memory;
 mod outgoing;
-pub mod protocol;
 mod receive;
 mod registry;
 mod session;
@@ -49,6 +48,7 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::Shutdown;
+pub use vmstrata_nbd as protocol;
 
 use self::error::End;
 pub use self::error::{CredentialFault, Error, ExportFault};

@@ -1,19 +1,26 @@
-//! The NBD wire format: constants, and bytes to structs and back. Pure: no I/O, no allocation.
+//! The NBD protocol: its wire format, an export of a server as a [`vmstrata_store::Store`], and disks that lie there.
 //!
 //! ```text
-//!   client ──► option::OptionHeader, option::InfoQuery, option::ContextQuery   ──► handshake
-//!   client ──► request::Request, request::StatusFilter                         ──► session
-//!   session ─► reply::Head                                                     ──► client
+//!   option, request, reply   bytes to structs and back: no I/O, no allocation; the server side lives in `export`
+//!   uri ─► client            an export that is open: requests of many threads on one connection
+//!           files            an opener that knows such addresses beside files
 //! ```
 //!
-//! Everything here is big-endian on the wire. Decoders take what a client sent as it came: they never panic,
-//! and look at no byte twice. They are public so that fuzz targets can call them.
+//! Everything in the wire format is big-endian. Decoders take what a peer sent as it came: they never panic, and look at no byte twice.
+//! They are public so that fuzz targets can call them.
 //!
-//! Source: `doc/proto.md` of the NBD project, and its branch `extension-ext-header`.
+//! Source: `doc/proto.md` and `doc/uri.md` of the NBD project, and its branch `extension-ext-header`.
 
+mod client;
+mod files;
 pub mod option;
 pub mod reply;
 pub mod request;
+mod uri;
+
+pub use client::Client;
+pub use files::Files;
+pub use uri::{Place, Uri, UriError};
 
 /// First eight bytes a server sends, `NBDMAGIC`.
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
