@@ -5,6 +5,7 @@
 
 mod attached;
 mod finalize;
+mod flat;
 mod home;
 mod index;
 mod merge;
@@ -47,6 +48,7 @@ use crate::zero::{Purpose, ZERO_CHUNK};
 use state::{Service, State};
 
 pub use attached::{AttachedWriter, HasWriter};
+pub use flat::{FlatHome, OwnExtent};
 pub use home::NewHome;
 pub use index::Indexing;
 pub(crate) use merge::Running;

@@ -132,7 +132,7 @@ impl Disk {
         Ok(pause)
     }
 
-    fn settle(&self, home: Home) {
+    pub(super) fn settle(&self, home: Home) {
         self.home().next.set(Box::new(home)).expect("the layers are held, so one move runs at a time");
     }
 

@@ -179,7 +179,7 @@ fn provisional(before: &Layers, path: &Path) -> Result<Arc<Layer>> {
     Ok(Arc::new(layer))
 }
 
-fn give_up(store: &dyn Store, path: &Path) -> Result<()> {
+pub(super) fn give_up(store: &dyn Store, path: &Path) -> Result<()> {
     store
         .local()
         .map_or(Ok(()), LocalFile::give_up_writing)

@@ -1,0 +1,179 @@
+//! A disk in use leaves its chain for a flat copy of it: a raw file, a device, or anything else that is a store.
+//!
+//! Whoever makes the copy brings what frozen layers hold there while the guest goes on, and reads what the active layer has with
+//! [`Disk::own_extents`]. The last of that is copied while writes are held. From then on the copy is the disk's only layer.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmstrata_qcow2::{L2Entry, SubclusterState};
+use vmstrata_store::OpenStore;
+use vmstrata_types::{GuestOffset, GuestRange};
+
+use super::Disk;
+use super::home::Home;
+use super::switch::give_up;
+use crate::active::Active;
+use crate::active::session::{end_session, session_ended};
+use crate::chain::OpenOptions;
+use crate::error::{Error, ErrorKind, Result};
+use crate::extents::ExtentKind;
+use crate::flusher::Flusher;
+use crate::layers::{Layers, RawTop, Top};
+use crate::merging::MergeFault;
+use crate::opener::Opened;
+
+/// Bytes that the active layer answers for, whatever lies below it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OwnExtent {
+    /// Which bytes.
+    pub range: GuestRange,
+    /// [`ExtentKind::Data`], [`ExtentKind::Compressed`] or [`ExtentKind::Zero`].
+    pub kind: ExtentKind,
+}
+
+/// Where a disk goes that leaves its chain.
+#[derive(Debug)]
+pub struct FlatHome {
+    /// What the disk is called from then on.
+    pub path: PathBuf,
+    /// How it is opened from then on: as a raw image.
+    pub options: OpenOptions,
+    /// The copy, open for writing.
+    pub copy: Opened,
+}
+
+impl Disk {
+    /// Opens a state of the disk, that of its frozen layer `layer`, to be read.
+    ///
+    /// # Errors
+    /// As [`Disk::open`].
+    pub fn open_state(&self, layer: &Path) -> Result<Arc<Self>> {
+        let options = OpenOptions { read_only: true, format: None, ..self.options() };
+        Self::open(layer, &options, &self.resources)
+    }
+
+    /// What the active layer has, in the guest's order, neighbours of one kind together. It is read from the tables in memory, so it is
+    /// quick where the layer is young; what is written meanwhile may be missing.
+    ///
+    /// A raw layer has no tables: all of the disk is its own.
+    ///
+    /// # Errors
+    /// Tables that cannot be read; a disk that takes no writes.
+    pub fn own_extents(&self) -> Result<Vec<OwnExtent>> {
+        let _guard = self.epochs.enter();
+        let layers = self.layers_now();
+        let whole = GuestRange::new(GuestOffset::ZERO, layers.size);
+        match &layers.top {
+            Top::Qcow2(active) => own_extents(active, whole).map_err(|error| error.in_file(self.path())),
+            Top::Raw(_) => Ok(vec![OwnExtent { range: whole, kind: ExtentKind::Data }]),
+            Top::Frozen => Err(Error::from(ErrorKind::ReadOnly).in_file(self.path())),
+        }
+    }
+
+    /// Makes a flat copy the disk's only layer. `last` runs while writes are held: it brings to the copy what it lacks still, and to
+    /// stable storage, and has the disk's old name lead nowhere. Returns for how long writes were held.
+    ///
+    /// What was active is left as an image that was closed; what fails of that is logged only, as the disk needs it no more.
+    ///
+    /// # Errors
+    /// A disk that takes no writes, or whose layers are being merged; what `last` reports: nothing has changed then, unless the disk's
+    /// name leads nowhere by then: it takes no more writes.
+    pub fn leave_chain<E: From<Error> + fmt::Display>(
+        &self,
+        to: FlatHome,
+        last: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Duration, E> {
+        let _changing = self.change();
+        if self.state.is_merging() {
+            return Err(Error::from(MergeFault::Busy).in_file(self.path()).into());
+        }
+        self.check_changeable()?;
+        let before = arc_swap::Guard::into_inner(self.layers_now());
+        let old = self.path().to_owned();
+        let FlatHome { path, options, copy: Opened { store, identity } } = to;
+        let raw = RawTop {
+            path: path.clone(),
+            identity,
+            file: OpenStore::new(Arc::clone(&store)),
+            flusher: Arc::new(Flusher::new(Arc::clone(&store))),
+            store,
+            guard: None,
+        };
+        let after = Layers::new(before.size, Top::Raw(raw), None, &self.resources);
+        let home = Home::new(&path, &options);
+        let began = Instant::now();
+        let switched = self.write_gate.quiesce(|| {
+            last()?;
+            self.put_layers_and_call(after);
+            self.settle(home);
+            Ok(began.elapsed())
+        });
+        let pause = switched.inspect_err(|error: &E| {
+            if old.symlink_metadata().is_err() {
+                self.refuse_writes(&error.to_string());
+            }
+        })?;
+        *self.snapshot_names.lock() = None;
+        if let Err(error) = self.close_what_was_active(&before, &old) {
+            tracing::warn!(disk = %old.display(), %error, "what the disk was before is left as after a killed process");
+        }
+        tracing::info!(from = %old.display(), to = %path.display(), pause_us = pause.as_micros(), "moved to a flat copy");
+        Ok(pause)
+    }
+
+    /// Leaves the image that was active clean.
+    fn close_what_was_active(&self, before: &Layers, path: &Path) -> Result<()> {
+        before.commit()?;
+        let Top::Qcow2(active) = &before.top else { return Ok(()) };
+        let _tending = self.tending.lock();
+        end_session(active, || self.epochs.synchronize())?;
+        session_ended(active)?;
+        give_up(&*active.store, path)
+    }
+}
+
+fn own_extents(active: &Active, whole: GuestRange) -> Result<Vec<OwnExtent>> {
+    let geometry = &active.tables.geometry;
+    let (bits, unit) = (geometry.cluster_bits, geometry.unit());
+    let mut found: Vec<OwnExtent> = Vec::new();
+    let mut add = |from: u64, len: u64, kind: ExtentKind| {
+        let len = len.min(whole.end().get().saturating_sub(from));
+        match found.last_mut() {
+            Some(last) if last.kind == kind && last.range.end().get() == from => last.range.len += len,
+            _ if len == 0 => {}
+            _ => found.push(OwnExtent { range: GuestRange::new(GuestOffset::new(from), len), kind }),
+        }
+    };
+    let (mut cluster, end) = (0, whole.len.div_ceil(bits.size()));
+    while cluster < end {
+        if !active.has_table(cluster) {
+            cluster = (cluster | ((1 << geometry.l2_bits) - 1)) + 1;
+            continue;
+        }
+        let at = cluster << bits.get();
+        match active.decode(cluster, active.entry(cluster)?)? {
+            L2Entry::Unallocated => {}
+            L2Entry::Data { .. } => add(at, bits.size(), ExtentKind::Data),
+            L2Entry::Compressed { .. } => add(at, bits.size(), ExtentKind::Compressed),
+            L2Entry::Zero { .. } => add(at, bits.size(), ExtentKind::Zero),
+            L2Entry::Subclusters { states, .. } => {
+                let (mut first, all) = (0, 1 << (bits.get() - unit.get()));
+                while first < all {
+                    let (state, count) = states.run(first);
+                    let (from, len) = (at + (u64::from(first) << unit.get()), u64::from(count) << unit.get());
+                    match state {
+                        SubclusterState::Allocated => add(from, len, ExtentKind::Data),
+                        SubclusterState::Zero => add(from, len, ExtentKind::Zero),
+                        SubclusterState::Unallocated => {}
+                    }
+                    first += count;
+                }
+            }
+        }
+        cluster += 1;
+    }
+    Ok(found)
+}
