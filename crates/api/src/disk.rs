@@ -243,6 +243,26 @@ pub struct MoveStatus {
     /// When the source files go, in ns since 1970; absent until all is copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kept_until_ns: Option<u64>,
+    /// Whether it moves to a flat copy: a raw image without history. Its source files stay.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub is_flat: bool,
+    /// Bytes a second that its guests may write, so that the move comes to its end; absent if they are not slowed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slowed_to: Option<u64>,
+    /// What could not be read, and is zeros in the copy.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unreadable: Vec<UnreadableRange>,
+}
+
+/// Bytes of a file that cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct UnreadableRange {
+    /// The layer's old path; of a flat copy, the disk's.
+    pub file: String,
+    /// Where in it.
+    pub offset: u64,
+    /// How many.
+    pub bytes: u64,
 }
 
 /// How far a move is.

@@ -124,17 +124,29 @@ pub enum JobSpec {
         #[schema(minimum = 1)]
         bytes_per_second: Option<u64>,
     },
-    /// Move a disk that goes on being used to another directory, with its history. Asked for again, it goes on where it was.
+    /// Move a disk that goes on being used to another directory, with its history, or to a flat copy. Asked for again, it goes on where
+    /// it was.
     Move {
         /// The disk.
         disk: String,
-        /// The directory: an absolute path on the server's host.
-        #[schema(min_length = 1, pattern = r"^/[^\x00]*$")]
+        /// The directory: an absolute path on the server's host. Or where the flat copy is: a block device, a new file whose name ends in
+        /// `.raw` or `.img`, or an export of an NBD server.
+        #[schema(min_length = 1, pattern = r"^(/|nbd(\+unix)?://)[^\x00]*$")]
         to: String,
         /// For how many seconds the source files are kept; 600 if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[schema(maximum = 31_622_400)]
         keep_seconds: Option<u64>,
+        /// What is on a device or an export is lost. Without it these are refused.
+        #[serde(default, skip_serializing_if = "crate::is_default")]
+        overwrite: bool,
+        /// What of the disk cannot be read becomes zeros in the copy, and the disk's status lists it. Without it that is an error.
+        #[serde(default, skip_serializing_if = "crate::is_default")]
+        skip_unreadable: bool,
+        /// In how many seconds it is to be over: it writes no faster than it must for that.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1, maximum = 31_622_400)]
+        deadline_seconds: Option<u64>,
         /// Bytes a second that the job may write; no limit if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[schema(minimum = 1)]

@@ -4,6 +4,7 @@ mod support;
 
 use std::fs;
 use std::path::Path;
+use std::process::{Child, Command};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -194,4 +195,78 @@ fn all_disks_of_a_directory_move() {
     assert!(server.stop().success());
     host.assert_moved();
     assert!(host.images.path("new/log.qcow2").exists() && Path::new(&alone).exists());
+}
+
+/// A stock server of a raw file full of other bytes.
+struct Target {
+    child: Child,
+    file: String,
+    uri: String,
+}
+
+impl Target {
+    fn new(host: &Host) -> Self {
+        let (file, socket) = (host.images.name("target.raw"), host.images.name("target.sock"));
+        fs::write(&file, vec![0xee; 64 << 20]).unwrap();
+        let mut command = Command::new("qemu-nbd");
+        let child = command.args(["-t", "-f", "raw", "-x", "web", "-k", &socket, &file]).spawn().unwrap();
+        wait_until("it listens", || Path::new(&socket).exists());
+        Self { child, file, uri: format!("nbd+unix:///web?socket={socket}") }
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_guest_goes_on_while_its_disk_goes_to_a_stock_nbd_server() {
+    let host = Host::new();
+    let server = host.serve();
+    let target = Target::new(&host);
+    let (file, to) = (target.file.clone(), target.uri.clone());
+    let mut guest = Guest::new(&server);
+    host.write(&mut guest, "-P 1 0 4M");
+    let refused = server.ask_err(["move", "web", "--to", &to]);
+    assert!(refused.contains("everything on it would be overwritten: say so with --yes"), "{refused}");
+    let planned = server.ask_ok(["move", "web", "--to", &to, "--dry-run"]);
+    assert!(planned.contains("2 files") && planned.contains(&to), "{planned}");
+    let said = server.ask_ok(["move", "web", "--to", &to, "--yes"]);
+    assert!(said.contains(&format!("vmstrata gc {} --yes", host.path)), "{said}");
+    host.write(&mut guest, "-P 2 2M 4M");
+    host.assert_reads(&server);
+    assert_eq!((&detail(&server)["path"], &detail(&server)["moving"]["is_flat"]), (&json!(to), &json!(true)));
+    let refused = server.ask_err(["move", "web", "--undo"]);
+    assert!(refused.contains("a move to a flat copy is not undone"), "{refused}");
+    guest.end();
+    // A server that is started with the old configuration finds it there.
+    let runtime = server.crash();
+    let [disk, nbd] = host.keys();
+    let server = Server::start_in(runtime, &["--disk", &disk, "--nbd", &nbd]);
+    let mut guest = Guest::new(&server);
+    host.write(&mut guest, "-P 3 5M 4M");
+    host.assert_reads(&server);
+    guest.end();
+    assert!(server.stop().success());
+    drop(target);
+    tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &file, &host.model]);
+    assert!(!Path::new(&host.path).exists());
+    run_ok(["gc", &host.path, "--yes"]);
+    let left = fs::read_dir(host.images.path("old")).unwrap().map(|file| file.unwrap().file_name());
+    let left: Vec<_> = left.filter(|name| name.to_string_lossy().ends_with(".qcow2")).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn a_disk_that_no_server_serves_becomes_a_raw_file() {
+    let host = Host::new();
+    let to = host.images.name("new/web.raw");
+    let said = run_ok(["move", &host.path, "--to", &to]);
+    assert!(said.contains("moved to"), "{said}");
+    tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &to, &host.model]);
+    let refused = run_err(1, ["drain", &host.images.name("new"), "--to", &to]);
+    assert!(refused.contains("disks are drained to a directory"), "{refused}");
 }

@@ -1,17 +1,23 @@
 //! One layer's file is copied: what it holds, and not its holes. What a killed process had copied is compared, and not sent again.
 //!
 //! ```text
-//!   begin ─► go_on, go_on, ... ─► finish: flush, read back, compare ─► name it: rename
+//!   begin ─► go_on, go_on, ... ─► finish: flush, compare ─► name it: rename
+//!                │ each 64 MiB
+//!                └─► read back: flush, then read from storage, on a thread of its own
 //! ```
 //!
 //! A digest covers the pieces that are not all zeros, with their offsets: two files that read the same have the same, however their holes
 //! lie.
 
 use std::ffi::OsString;
+use std::fmt;
 use std::fs::{self, File};
 use std::io;
+use std::num::NonZeroU64;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{self, JoinHandle};
 
 use rustix::fs::{Advice, SeekFrom, Timespec, Timestamps};
 use rustix::io::Errno;
@@ -28,6 +34,46 @@ const STEP: usize = 1 << 20;
 const PIECE: usize = 64 << 10;
 /// So much of the source is looked at in one step, where nothing is to be written.
 const LOOK: u64 = 64 << 20;
+/// Bytes that are read back while the next ones are copied.
+const REGION: u64 = 64 << 20;
+
+/// Of these bytes, each is tried by itself where more of them cannot be read.
+const BLOCK: usize = 4096;
+
+/// Bytes that cannot be read, which a copy has as zeros.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unreadable {
+    /// The file; of a flat copy, the disk.
+    pub file: PathBuf,
+    /// Where in it.
+    pub offset: u64,
+    /// How many.
+    pub len: u64,
+}
+
+/// Reads a range, and has zeros for the blocks that cannot be read; returns those.
+pub(crate) fn read_around<E: fmt::Display>(
+    file: &Path,
+    buffer: &mut [u8],
+    at: u64,
+    read: impl Fn(&mut [u8], u64) -> Result<(), E>,
+) -> Vec<Unreadable> {
+    let mut found: Vec<Unreadable> = Vec::new();
+    if read(buffer, at).is_ok() {
+        return found;
+    }
+    for (number, block) in buffer.chunks_mut(BLOCK).enumerate() {
+        let (offset, len) = (at + (number * BLOCK) as u64, block.len() as u64);
+        let Err(error) = read(block, offset) else { continue };
+        block.fill(0);
+        tracing::error!(file = %file.display(), offset, bytes = len, %error, "cannot be read: the copy has zeros there");
+        match found.last_mut() {
+            Some(last) if last.offset + last.len == offset => last.len += len,
+            _ => found.push(Unreadable { file: file.to_owned(), offset, len }),
+        }
+    }
+    found
+}
 
 /// What a layer's file was when it was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,8 +103,14 @@ pub(crate) struct LayerCopy {
     at: u64,
     digest: blake3::Hasher,
     buffer: Vec<u8>,
+    /// Where what is read back ends.
+    region: u64,
+    back: Option<ReadBack>,
     /// Bytes written.
     pub(crate) sent: u64,
+    /// What cannot be read is passed over.
+    skips: bool,
+    unreadable: Vec<Unreadable>,
 }
 
 /// A layer that is whole at its target.
@@ -67,10 +119,11 @@ pub(crate) struct Whole {
     pub(crate) digest: String,
     pub(crate) len: u64,
     pub(crate) sent: u64,
+    pub(crate) unreadable: Vec<Unreadable>,
 }
 
 impl LayerCopy {
-    pub(crate) fn begin(from: &Path, to: &Path) -> Result<Self> {
+    pub(crate) fn begin(from: &Path, to: &Path, skips: bool) -> Result<Self> {
         let source = File::open(from).map_err(Error::of_file(from, "open the layer"))?;
         let about = source.metadata().map_err(Error::of_file(from, "examine the layer"))?;
         let part = part_of(to);
@@ -88,7 +141,11 @@ impl LayerCopy {
             at: 0,
             digest: blake3::Hasher::new(),
             buffer: Vec::new(),
+            region: 0,
+            back: None,
             sent: 0,
+            skips,
+            unreadable: Vec::new(),
         })
     }
 
@@ -115,7 +172,21 @@ impl LayerCopy {
             self.at += len as u64;
         }
         self.sent += written;
+        if self.at >= self.region + REGION {
+            self.region = self.at;
+            self.read_back()?;
+        }
         Ok(written)
+    }
+
+    /// Has what was copied so far read back.
+    fn read_back(&mut self) -> Result<()> {
+        if self.back.is_none() {
+            let begun = self.target.try_clone().and_then(ReadBack::begin);
+            self.back = Some(begun.map_err(Error::of_file(&self.part, "read the copy back"))?);
+        }
+        self.back.as_ref().expect("it was begun").until(self.region);
+        Ok(())
     }
 
     /// Whether all of the source is read.
@@ -126,8 +197,12 @@ impl LayerCopy {
     fn step(&mut self, len: usize) -> Result<u64> {
         self.buffer.resize(len, 0);
         let mut buffer = std::mem::take(&mut self.buffer);
-        let read = self.source.read_exact_at(&mut buffer, self.at);
-        read.map_err(Error::at_offset(&self.from, "read the layer", self.at))?;
+        let read = |into: &mut [u8], at| self.source.read_exact_at(into, at);
+        if self.skips {
+            self.unreadable.extend(read_around(&self.from, &mut buffer, self.at, read));
+        } else {
+            read(&mut buffer, self.at).map_err(Error::at_offset(&self.from, "read the layer", self.at))?;
+        }
         let mut written = 0;
         let mut old = Vec::new();
         for (number, piece) in buffer.chunks(PIECE).enumerate() {
@@ -165,10 +240,12 @@ impl LayerCopy {
         self.target.set_len(self.seen.len).map_err(Error::of_file(part, "set the copy's length"))?;
         copy_access(&self.from, &self.target)?;
         self.target.sync_all().map_err(Error::of_file(part, "flush the copy"))?;
-        // What is in memory proves nothing.
-        let _ = rustix::fs::fadvise(&self.target, 0, None, Advice::DontNeed);
         let digest = self.digest.finalize().to_hex().to_string();
-        let read = digest_of(&self.target).map_err(Error::of_file(part, "read the copy back"))?;
+        let back = self.back.take().map_or_else(|| Ok(Digest::default()), ReadBack::end);
+        let read = back
+            .and_then(|digest| digest.read_back(&self.target, self.seen.len))
+            .map_err(Error::of_file(part, "read the copy back"))?
+            .text();
         if read != digest {
             let error = if self.there > 0 {
                 // What an earlier copy of another layer had where this one has holes.
@@ -179,7 +256,12 @@ impl LayerCopy {
             fs::remove_file(part).map_err(Error::of_file(part, "remove the copy"))?;
             return Err(error);
         }
-        Ok(Whole { digest, len: self.seen.len, sent: self.sent })
+        Ok(Whole {
+            digest,
+            len: self.seen.len,
+            sent: self.sent,
+            unreadable: std::mem::take(&mut self.unreadable),
+        })
     }
 
     /// Gives the copy, which is whole, its name. `rename_backing` is done to it before.
@@ -212,25 +294,80 @@ pub(crate) fn part_of(to: &Path) -> PathBuf {
 
 /// The digest of the file at `path`.
 pub(crate) fn digest_at(path: &Path) -> Result<String> {
-    let file = File::open(path).map_err(Error::of_file(path, "open"))?;
-    digest_of(&file).map_err(Error::of_file(path, "read"))
+    let read = || {
+        let file = File::open(path)?;
+        let len = file.metadata()?.len();
+        Ok(Digest::default().read(&file, len)?.text())
+    };
+    read().map_err(Error::of_file::<io::Error>(path, "read"))
 }
 
-fn digest_of(file: &File) -> io::Result<String> {
-    let (len, mut at) = (file.metadata()?.len(), 0);
-    let (mut digest, mut buffer) = (blake3::Hasher::new(), vec![0; STEP]);
-    while let Some(data) = next_data(file, at)? {
-        at = data - data % PIECE as u64;
-        let step = STEP.min((len - at) as usize);
-        file.read_exact_at(&mut buffer[..step], at)?;
-        for (number, piece) in buffer[..step].chunks(PIECE).enumerate() {
-            if !is_zero(piece) {
-                digest_piece(&mut digest, at + (number * PIECE) as u64, piece);
+/// The digest of a file as far as it was read.
+#[derive(Debug, Default)]
+struct Digest {
+    pieces: blake3::Hasher,
+    at: u64,
+}
+
+impl Digest {
+    /// Reads on, up to `end`.
+    fn read(mut self, file: &File, end: u64) -> io::Result<Self> {
+        let mut buffer = vec![0; STEP];
+        while let Some(data) = next_data(file, self.at)?.filter(|data| *data < end) {
+            self.at = data - data % PIECE as u64;
+            let step = STEP.min((end - self.at) as usize);
+            file.read_exact_at(&mut buffer[..step], self.at)?;
+            for (number, piece) in buffer[..step].chunks(PIECE).enumerate() {
+                if !is_zero(piece) {
+                    digest_piece(&mut self.pieces, self.at + (number * PIECE) as u64, piece);
+                }
             }
+            self.at += step as u64;
         }
-        at += step as u64;
+        self.at = end;
+        Ok(self)
     }
-    Ok(digest.finalize().to_hex().to_string())
+
+    /// The same of bytes that are on stable storage, from there: what is in memory proves nothing.
+    fn read_back(self, file: &File, end: u64) -> io::Result<Self> {
+        let _ = rustix::fs::fadvise(file, self.at, NonZeroU64::new(end - self.at), Advice::DontNeed);
+        self.read(file, end)
+    }
+
+    fn text(&self) -> String {
+        self.pieces.finalize().to_hex().to_string()
+    }
+}
+
+/// Reads a copy back while it grows.
+#[derive(Debug)]
+struct ReadBack {
+    ends: Sender<u64>,
+    thread: JoinHandle<io::Result<Digest>>,
+}
+
+impl ReadBack {
+    fn begin(file: File) -> io::Result<Self> {
+        let (ends, asked): (_, Receiver<u64>) = channel();
+        let read = move || {
+            asked.into_iter().try_fold(Digest::default(), |digest, end| {
+                file.sync_data()?;
+                digest.read_back(&file, end)
+            })
+        };
+        let thread = thread::Builder::new().name("move-read-back".to_owned()).spawn(read)?;
+        Ok(Self { ends, thread })
+    }
+
+    /// Everything before `end` is written. What goes wrong, [`ReadBack::end`] reports.
+    fn until(&self, end: u64) {
+        let _ = self.ends.send(end);
+    }
+
+    fn end(self) -> io::Result<Digest> {
+        drop(self.ends);
+        self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
 }
 
 fn digest_piece(digest: &mut blake3::Hasher, at: u64, piece: &[u8]) {
@@ -272,6 +409,30 @@ pub(crate) fn flush_directory(directory: &Path) -> Result<()> {
 }
 
 /// Bytes that a file takes of its storage.
-pub(crate) fn allocated(path: &Path) -> u64 {
+pub fn allocated(path: &Path) -> u64 {
     fs::metadata(path).map_or(0, |about| about.blocks() * 512)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_read_is_listed_and_zeros() {
+        let read = |into: &mut [u8], at: u64| {
+            let end = at + into.len() as u64;
+            let is_bad = |block: u64| at < block + 4096 && block < end;
+            if [8192, 12_288, 40_960].into_iter().any(is_bad) {
+                return Err(io::Error::other("bad"));
+            }
+            into.fill(7);
+            Ok(())
+        };
+        let mut buffer = vec![1; 50_000];
+        let found = read_around(Path::new("/a"), &mut buffer, 0, read);
+        let places: Vec<(u64, u64)> = found.iter().map(|bad| (bad.offset, bad.len)).collect();
+        assert_eq!(places, [(8192, 8192), (40_960, 4096)]);
+        let zeros = buffer.iter().filter(|byte| **byte == 0).count();
+        assert_eq!((zeros, buffer[8191], buffer[16_384], buffer[49_999]), (3 * 4096, 7, 7, 7));
+    }
 }

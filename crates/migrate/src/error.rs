@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use thiserror::Error;
 
@@ -53,6 +54,22 @@ pub enum Error {
         copy: PathBuf,
         /// The layer.
         layer: PathBuf,
+    },
+    /// A flat copy that reads otherwise.
+    #[error("{}: reads otherwise than what was written at offset {offset}: its storage is not to be trusted", copy.display())]
+    Untrue {
+        /// The copy.
+        copy: PathBuf,
+        /// Where.
+        offset: u64,
+    },
+    /// A target that answers too slowly to hold writes for it.
+    #[error("{}: had not taken the last writes after {} s: the disk stays where it is, and its guest goes on", target.display(), after.as_secs())]
+    Slow {
+        /// The target.
+        target: PathBuf,
+        /// How long it was waited for.
+        after: Duration,
     },
     /// The host did not do it.
     #[error("{}: cannot {action}{}: {source}", path.display(), at(*.offset))]

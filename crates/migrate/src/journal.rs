@@ -3,6 +3,7 @@
 //! ```text
 //!   /b/.web.qcow2.moving   lines of JSON: where from; each layer that is whole, with its digest; the switch; the end
 //!   /a/.web.qcow2.moved    where to: written just before the old path is removed
+//!   /a/.web.qcow2.sending  lines of JSON: that a flat copy was begun, and where; gone once the disk has moved
 //! ```
 //!
 //! A line counts when it is on stable storage, and what it tells is, too. A last line that is torn tells nothing. That the disk has moved is told
@@ -17,6 +18,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
+use vmstrata_nbd::Uri;
 use vmstrata_types::{path_from_text, path_to_text};
 
 use crate::copy::flush_directory;
@@ -42,6 +44,9 @@ enum Line {
         len: u64,
         digest: String,
         sent: u64,
+        /// Offsets and lengths of what could not be read.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        unreadable: Vec<(u64, u64)>,
     },
     /// A state that is in the history for the sake of the move only.
     Froze {
@@ -58,6 +63,8 @@ pub(crate) struct Copied {
     pub(crate) to: PathBuf,
     pub(crate) len: u64,
     pub(crate) digest: String,
+    /// What of the layer could not be read: offsets and lengths.
+    pub(crate) unreadable: Vec<(u64, u64)>,
 }
 
 /// The journal beside the new path of a disk.
@@ -163,10 +170,10 @@ impl Journal {
     fn apply(&mut self, line: Line) {
         match line {
             Line::Begin { .. } => {}
-            Line::Copied { from, name, len, digest, sent } => {
+            Line::Copied { from, name, len, digest, sent, unreadable } => {
                 let to = self.path.with_file_name(path_from_text(&name));
                 self.sent += sent;
-                self.copied.insert(path_from_text(&from), Copied { to, len, digest });
+                self.copied.insert(path_from_text(&from), Copied { to, len, digest, unreadable });
             }
             Line::Froze { name } => self.froze.push(name),
             Line::Whole { time_ns } => self.whole_ns = Some(time_ns),
@@ -197,6 +204,7 @@ impl Journal {
             len: copied.len,
             digest: copied.digest,
             sent,
+            unreadable: copied.unreadable,
         };
         self.add(layers.into_iter().map(line).collect())
     }
@@ -216,16 +224,19 @@ impl Journal {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-struct Moved {
+struct Note {
     version: u32,
     to: String,
+    /// As a raw image, whatever is in it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    raw: bool,
 }
 
-/// Notes beside the old path of a disk where it moves to. On stable storage when this returns.
-pub(crate) fn note_moved(from: &Path, to: &Path) -> Result<()> {
+/// Notes beside the old path of a disk where it moves to, and whether it is raw there. On stable storage when this returns.
+pub(crate) fn note_moved(from: &Path, to: &Path, raw: bool) -> Result<()> {
     let path = note_beside(from, ".moved");
     let draft = note_beside(from, ".moved.new");
-    let text = serde_json::to_vec(&Moved { version: VERSION, to: path_to_text(to) }).expect("text");
+    let text = serde_json::to_vec(&Note { version: VERSION, to: path_to_text(to), raw }).expect("text");
     let write = || {
         let mut file = File::options().write(true).create(true).truncate(true).mode(PRIVATE).open(&draft)?;
         file.write_all(&text)?;
@@ -241,19 +252,98 @@ pub(crate) fn forget_moved(from: &Path) {
     let _ = fs::remove_file(note_beside(from, ".moved"));
 }
 
+/// Where a disk has moved to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Moved {
+    /// Its new path, or its address.
+    pub path: PathBuf,
+    /// Whether it is a raw image there.
+    pub is_raw: bool,
+}
+
 /// Where the disk is whose path was `path`, if it moved: nothing is at the path, and a note beside it says where to.
-pub fn moved_to(path: &Path) -> Option<PathBuf> {
-    let mut at = path.to_owned();
+pub fn moved_to(path: &Path) -> Option<Moved> {
+    let mut at = Moved { path: path.to_owned(), is_raw: false };
     for _ in 0..FOLLOWED_MAX {
-        let is_gone = at.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
-        if !is_gone {
-            return (at != path).then_some(at);
+        let found = at.path.symlink_metadata();
+        let is_gone = found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        if !is_gone || Uri::is_meant(&at.path) {
+            return (at.path != path).then_some(at);
         }
-        let note = open_own(&note_beside(&at, ".moved"), File::options().read(true)).ok()?;
-        let moved: Moved = serde_json::from_reader(note).ok()?;
-        at = path_from_text(&moved.to);
+        let note = open_own(&note_beside(&at.path, ".moved"), File::options().read(true)).ok()?;
+        let note: Note = serde_json::from_reader(note).ok()?;
+        at = Moved { path: path_from_text(&note.to), is_raw: note.raw };
     }
     None
+}
+
+/// That a flat copy of a disk was begun.
+#[derive(Debug)]
+pub(crate) struct Sending {
+    path: PathBuf,
+    file: File,
+    /// The target.
+    pub(crate) to: PathBuf,
+    /// Names of states that the move made.
+    pub(crate) froze: Vec<String>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Sent {
+    Begin { version: u32, to: String },
+    Froze { name: String },
+}
+
+impl Sending {
+    /// Notes beside the disk at `from` that it is sent to `to`. On stable storage when this returns.
+    pub(crate) fn begin(from: &Path, to: &Path) -> Result<Self> {
+        let path = note_beside(from, ".sending");
+        let file = File::options().write(true).create(true).truncate(true).mode(PRIVATE).open(&path);
+        let file = file.map_err(Error::of_file(&path, "note the move"))?;
+        let mut note = Self { path, file, to: to.to_owned(), froze: Vec::new() };
+        note.add(&Sent::Begin { version: VERSION, to: path_to_text(to) })?;
+        flush_directory(from.parent().unwrap_or(Path::new(".")))?;
+        Ok(note)
+    }
+
+    /// The note beside the disk at `from`, if there is one. One that is torn says nothing.
+    pub(crate) fn find(from: &Path) -> Result<Option<Self>> {
+        let path = note_beside(from, ".sending");
+        let mut file = match open_own(&path, File::options().read(true).append(true)) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Error::of_file(&path, "open the note of a move")(error)),
+        };
+        let mut text = String::new();
+        file.read_to_string(&mut text).map_err(Error::of_file(&path, "read the note of a move"))?;
+        let mut lines = text.lines().map_while(|line| serde_json::from_str::<Sent>(line).ok());
+        let Some(Sent::Begin { version: VERSION, to }) = lines.next() else { return Ok(None) };
+        let froze = lines.filter_map(|line| match line {
+            Sent::Froze { name } => Some(name),
+            Sent::Begin { .. } => None,
+        });
+        let froze = froze.collect();
+        Ok(Some(Self { path, file, to: path_from_text(&to), froze }))
+    }
+
+    fn add(&mut self, line: &Sent) -> Result<()> {
+        let mut text = serde_json::to_vec(line).expect("text and numbers");
+        text.push(b'\n');
+        let written = self.file.write_all(&text).and_then(|()| self.file.sync_data());
+        written.map_err(Error::of_file(&self.path, "note the move"))
+    }
+
+    pub(crate) fn add_froze(&mut self, name: &str) -> Result<()> {
+        self.add(&Sent::Froze { name: name.to_owned() })?;
+        self.froze.push(name.to_owned());
+        Ok(())
+    }
+
+    /// Removes it: the disk has moved.
+    pub(crate) fn remove(&self) -> Result<()> {
+        fs::remove_file(&self.path).map_err(Error::of_file(&self.path, "remove the note of a move"))
+    }
 }
 
 /// The old path of the disk at `path`, if it came here by a move, and the files that it came from are kept.

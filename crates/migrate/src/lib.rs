@@ -20,13 +20,18 @@
 mod chain;
 mod copy;
 mod error;
+mod flat;
 mod journal;
 mod moving;
+mod schedule;
 
 pub use chain::{Plan, PlannedLayer};
+pub use copy::{Unreadable, allocated};
 pub use error::{Error, Result};
-pub use journal::{came_from, moved_to, source_directory};
-pub use moving::{MoveOptions, Moving, Phase, Report};
+pub use flat::{FlatMove, FlatOptions, is_flat};
+pub use journal::{Moved, came_from, moved_to, source_directory};
+pub use moving::{Move, MoveOptions, Moving, Phase, Report};
+pub use schedule::Schedule;
 
 #[cfg(doc)]
 use vmstrata_disk::Disk;

@@ -1,9 +1,10 @@
 //! The steps of a move, and what is decided between them.
 
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use vmstrata_disk::merge::{CollectOptions, Orphan, collect};
@@ -17,7 +18,7 @@ use vmstrata_disk::{
 use vmstrata_store::Gate;
 
 use crate::chain::{Plan, PlannedLayer, check_room, names_of};
-use crate::copy::{LayerCopy, Whole, allocated, digest_at, flush_directory};
+use crate::copy::{LayerCopy, Unreadable, Whole, allocated, digest_at, flush_directory};
 use crate::error::{Error, Result};
 use crate::journal::{Copied, Journal, forget_moved, note_moved};
 
@@ -38,6 +39,8 @@ pub struct MoveOptions {
     pub keep: Duration,
     /// How the disk is opened.
     pub open: OpenOptions,
+    /// What of a layer cannot be read becomes zeros, and is told by [`Report::unreadable`]; else it is an error.
+    pub skip_unreadable: bool,
     /// So many bytes may be left when the guest begins to write to the target.
     pub rest: u64,
 }
@@ -50,7 +53,7 @@ impl MoveOptions {
 
     /// To a directory, as is usual.
     pub fn new(to: PathBuf, open: OpenOptions) -> Self {
-        Self { to, keep: Self::KEEP, open, rest: 64 << 20 }
+        Self { to, keep: Self::KEEP, open, skip_unreadable: false, rest: 64 << 20 }
     }
 }
 
@@ -80,9 +83,87 @@ pub struct Report {
     pub kept_until_ns: Option<u64>,
     /// Names of states that are in its history for the sake of the move only.
     pub froze: Vec<String>,
+    /// Bytes a second that the guest may write at most, for the sake of the move.
+    pub slowed_to: Option<u64>,
+    /// Whether it is a raw image at its new path, without history.
+    pub is_flat: bool,
+    /// What could not be read, and was passed over.
+    pub unreadable: Vec<Unreadable>,
 }
 
-/// A move under way. Dropped, it can be gone on with.
+/// Copies that threads of their own flush, compare and name while the next ones are made.
+#[derive(Debug)]
+struct Finishing {
+    /// Each with the name that its copy gets.
+    layers: Vec<(PlannedLayer, PathBuf)>,
+    sent: u64,
+    thread: Option<JoinHandle<Vec<Result<Whole>>>>,
+}
+
+/// Nobody else may find copies that are still being named.
+impl Drop for Finishing {
+    fn drop(&mut self) {
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+impl Finishing {
+    /// Of copies, each with what its copy stands on.
+    fn begin(copies: Vec<Copy>) -> Self {
+        let layers = copies.iter().map(|(layer, copy, _)| (layer.clone(), copy.to.clone())).collect();
+        let sent = copies.iter().map(|(layer, copy, _)| copy.sent.min(layer.bytes)).sum();
+        Self { layers, sent, thread: Some(thread::spawn(|| finish_all(copies))) }
+    }
+
+    fn end(mut self) -> Vec<(PlannedLayer, PathBuf, Result<Whole>)> {
+        let joined = self.thread.take().expect("it ends once").join();
+        let results = joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        std::mem::take(&mut self.layers)
+            .into_iter()
+            .zip(results)
+            .map(|((layer, to), result)| (layer, to, result))
+            .collect()
+    }
+}
+
+/// A copy, and what it stands on.
+type Copy = (PlannedLayer, LayerCopy, Option<(PathBuf, Format)>);
+
+fn finish_all(mut copies: Vec<Copy>) -> Vec<Result<Whole>> {
+    let each = copies.len().div_ceil(ABREAST);
+    thread::scope(|scope| {
+        let part = |copies: &mut [Copy]| -> Vec<Result<Whole>> { copies.iter_mut().map(finish).collect() };
+        let parts: Vec<_> = copies.chunks_mut(each).map(|copies| scope.spawn(move || part(copies))).collect();
+        let joined = parts.into_iter().map(|part| part.join());
+        joined.flat_map(|part| part.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}
+
+fn finish((_, copy, below): &mut Copy) -> Result<Whole> {
+    let whole = copy.finish()?;
+    copy.name(|part| match below {
+        Some((below, format)) => Ok(rename_backing(part, below, *format).map(drop)?),
+        None => Ok(()),
+    })?;
+    Ok(whole)
+}
+
+/// A move under way, of either kind. Dropped, it can be gone on with.
+pub trait Move: fmt::Debug + Send {
+    /// Where it is.
+    fn phase(&self) -> Phase;
+
+    /// What there is to say of it.
+    fn report(&self) -> Report;
+
+    /// Does what comes next, writing about `most` bytes. Returns the bytes written to the target.
+    ///
+    /// # Errors
+    /// Whatever stands in the way; the disk is sound.
+    fn step(&mut self, most: u64) -> Result<u64>;
+}
+
+/// A move to another directory. What failed can be tried again.
 #[derive(Debug)]
 pub struct Moving {
     disk: Arc<Disk>,
@@ -96,7 +177,10 @@ pub struct Moving {
     current: Option<(PlannedLayer, LayerCopy)>,
     /// Read, and not yet flushed.
     read: Vec<(PlannedLayer, LayerCopy)>,
-    /// See [`MoveOptions::rest`].
+    /// Being flushed, compared and named.
+    finishing: Option<Finishing>,
+    /// See [`MoveOptions`].
+    skips: bool,
     rest: u64,
     /// Bytes of the layer that was frozen last.
     frozen_bytes: Option<u64>,
@@ -125,7 +209,7 @@ impl Moving {
         }
         if let Some(moving) = Self::resume(disk, &options.open)? {
             return match moving.phase() {
-                _ if moving.directory == directory => Ok(moving),
+                _ if moving.directory == directory => Ok(Self { skips: options.skip_unreadable, ..moving }),
                 Phase::Whole => {
                     moving.leave_source()?;
                     Self::begin(disk, options)
@@ -166,7 +250,7 @@ impl Moving {
         let journal = journal.map_or_else(|| Journal::begin(&from, &to, options.keep.as_secs()), Ok)?;
         tracing::info!(disk = %from.display(), to = %to.display(), bytes = plan.1.bytes(), "moves");
         let mut moving = Self::new(disk, &options.open, (to, directory), journal);
-        (moving.plan, moving.rest) = (plan, options.rest);
+        (moving.plan, moving.rest, moving.skips) = (plan, options.rest, options.skip_unreadable);
         Ok(moving)
     }
 
@@ -205,14 +289,26 @@ impl Moving {
             plan: (u64::MAX, Plan::default()),
             current: None,
             read: Vec::new(),
+            finishing: None,
+            skips: false,
             rest: 0,
             frozen_bytes: None,
             changed: 0,
         }
     }
 
-    /// Where it is.
-    pub fn phase(&self) -> Phase {
+    /// Looks at the disk's layers, if they are others by now.
+    fn look(&mut self) -> Result<()> {
+        let generation = self.disk.generation();
+        if self.plan.0 != generation {
+            self.plan = (generation, Plan::of(&self.disk, &self.directory)?);
+        }
+        Ok(())
+    }
+}
+
+impl Move for Moving {
+    fn phase(&self) -> Phase {
         match self.journal.whole_ns {
             Some(_) => Phase::Whole,
             None if self.disk.path() == self.to => Phase::Rest,
@@ -220,12 +316,11 @@ impl Moving {
         }
     }
 
-    /// What there is to say of it.
-    pub fn report(&self) -> Report {
+    fn report(&self) -> Report {
         let is_left = |layer: &&PlannedLayer| !self.journal.copied.contains_key(&layer.from);
         let layers: u64 = self.plan.1.layers.iter().filter(is_left).map(|layer| layer.bytes).sum();
-        let done =
-            self.current.iter().chain(&self.read).map(|(layer, copy)| copy.sent.min(layer.bytes)).sum();
+        let read = self.current.iter().chain(&self.read).map(|(layer, copy)| copy.sent.min(layer.bytes));
+        let done = read.chain(self.finishing.iter().map(|finishing| finishing.sent)).sum();
         Report {
             phase: self.phase(),
             from: self.journal.from.clone(),
@@ -236,14 +331,13 @@ impl Moving {
                 .whole_ns
                 .map(|time| time.saturating_add(self.journal.keep_s.saturating_mul(1_000_000_000))),
             froze: self.journal.froze.clone(),
+            slowed_to: None,
+            is_flat: false,
+            unreadable: self.unreadable(),
         }
     }
 
-    /// Does what comes next, writing about `most` bytes. Returns the bytes written to the target.
-    ///
-    /// # Errors
-    /// Whatever stands in the way; the disk is sound. It can be tried again.
-    pub fn step(&mut self, most: u64) -> Result<u64> {
+    fn step(&mut self, most: u64) -> Result<u64> {
         if let Some((layer, mut copy)) = self.current.take() {
             // A copy that is given up here is found again by its file.
             let bytes = copy.go_on(most)?;
@@ -258,9 +352,12 @@ impl Moving {
         let batch: u64 = self.read.iter().map(|(_, copy)| copy.sent).sum();
         let next = self.next_layer();
         if self.read.len() >= BATCH || batch >= BATCH_BYTES || next.is_none() && !self.read.is_empty() {
-            self.finish_batch()?;
+            self.end_finishing()?;
+            self.begin_finishing();
         } else if let Some(layer) = next {
             self.begin_layer(layer)?;
+        } else if self.finishing.is_some() {
+            self.end_finishing()?;
         } else {
             match self.phase() {
                 Phase::Copying if self.is_much_left() => self.freeze()?,
@@ -271,18 +368,15 @@ impl Moving {
         }
         Ok(0)
     }
+}
 
-    /// Looks at the disk's layers, if they are others by now.
-    fn look(&mut self) -> Result<()> {
-        let generation = self.disk.generation();
-        if self.plan.0 != generation {
-            self.plan = (generation, Plan::of(&self.disk, &self.directory)?);
-        }
-        Ok(())
-    }
-
+impl Moving {
     fn next_layer(&self) -> Option<PlannedLayer> {
-        let is_read = |layer: &PlannedLayer| self.read.iter().any(|(other, _)| other.from == layer.from);
+        let is_read = |layer: &PlannedLayer| {
+            let finishing = self.finishing.iter().flat_map(|finishing| &finishing.layers);
+            let mut read = self.read.iter().map(|(layer, _)| layer).chain(finishing.map(|(layer, _)| layer));
+            read.any(|other| other.from == layer.from)
+        };
         let is_left =
             |layer: &&PlannedLayer| !self.journal.copied.contains_key(&layer.from) && !is_read(layer);
         self.plan.1.layers.iter().find(is_left).cloned()
@@ -291,11 +385,11 @@ impl Moving {
     fn begin_layer(&mut self, layer: PlannedLayer) -> Result<()> {
         let mut digest = None;
         for to in names_of(&layer.from, &self.directory) {
-            if self.read.iter().any(|(_, copy)| copy.to == to) {
+            if self.read.iter().any(|(_, copy)| copy.to == to) || self.is_finishing(&to) {
                 continue;
             }
             let Ok(there) = to.symlink_metadata() else {
-                let copy = LayerCopy::begin(&layer.from, &to)?;
+                let copy = LayerCopy::begin(&layer.from, &to, self.skips)?;
                 self.current = Some((layer, copy));
                 return Ok(());
             };
@@ -312,7 +406,7 @@ impl Moving {
             let there = digest_at(&to)?;
             if digest.as_ref() == Some(&there) {
                 tracing::info!(layer = %to.display(), "is there already");
-                let copied = Copied { to, len: about.len(), digest: there };
+                let copied = Copied { to, len: about.len(), digest: there, unreadable: Vec::new() };
                 return self.journal.add_copied(vec![(layer.from, copied, 0)]);
             }
         }
@@ -335,6 +429,11 @@ impl Moving {
         Ok(found.is_some_and(|found| found.file_name() == wanted.file_name() && is_there(&found)))
     }
 
+    /// Whether a copy that is being named gets that name.
+    fn is_finishing(&self, to: &Path) -> bool {
+        self.finishing.iter().flat_map(|finishing| &finishing.layers).any(|(_, named)| named == to)
+    }
+
     /// Whether this move made the file.
     fn has_copied(&self, path: &Path) -> bool {
         self.journal.copied.values().any(|copied| copied.to == path)
@@ -344,34 +443,43 @@ impl Moving {
     fn copy_of(&self, layer: &Path, read: &[(PlannedLayer, LayerCopy)]) -> PathBuf {
         let copied = self.journal.copied.get(layer).map(|copied| copied.to.clone());
         let reading = || read.iter().find(|(other, _)| other.from == layer).map(|(_, copy)| copy.to.clone());
-        copied.or_else(reading).unwrap_or_else(|| layer.to_owned())
+        let finishing = || {
+            let mut layers = self.finishing.iter().flat_map(|finishing| &finishing.layers);
+            layers.find(|(other, _)| other.from == layer).map(|(_, to)| to.clone())
+        };
+        copied.or_else(reading).or_else(finishing).unwrap_or_else(|| layer.to_owned())
     }
 
-    /// Flushes, compares and names the copies that were read.
-    fn finish_batch(&mut self) -> Result<()> {
-        let mut read = std::mem::take(&mut self.read);
-        let each = read.len().div_ceil(ABREAST);
-        let finish = |part: &mut [(PlannedLayer, LayerCopy)]| -> Vec<Result<Whole>> {
-            part.iter_mut().map(|(_, copy)| copy.finish()).collect()
+    fn unreadable(&self) -> Vec<Unreadable> {
+        let of = |(layer, copied): (&PathBuf, &Copied)| {
+            let bad = |&(offset, len): &(u64, u64)| Unreadable { file: layer.clone(), offset, len };
+            copied.unreadable.iter().map(bad).collect::<Vec<_>>()
         };
-        let results: Vec<Result<Whole>> = thread::scope(|scope| {
-            let parts: Vec<_> = read.chunks_mut(each).map(|part| scope.spawn(move || finish(part))).collect();
-            let joined = parts.into_iter().map(|part| part.join());
-            joined.flat_map(|part| part.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-        });
+        self.journal.copied.iter().flat_map(of).collect()
+    }
+
+    /// Has the copies that were read flushed, compared and named.
+    fn begin_finishing(&mut self) {
+        let read = std::mem::take(&mut self.read);
+        let below: Vec<_> = read
+            .iter()
+            .map(|(layer, _)| {
+                layer.below.as_ref().map(|(below, format)| (self.copy_of(below, &read), *format))
+            })
+            .collect();
+        let copies = read.into_iter().zip(below).map(|((layer, copy), below)| (layer, copy, below)).collect();
+        self.finishing = Some(Finishing::begin(copies));
+    }
+
+    /// Waits for them, and notes them.
+    fn end_finishing(&mut self) -> Result<()> {
+        let Some(finishing) = self.finishing.take() else { return Ok(()) };
         let (mut done, mut failed) = (Vec::new(), None);
-        for ((layer, copy), result) in read.iter().zip(results) {
-            let named = result.and_then(|whole| {
-                copy.name(|part| {
-                    let Some((below, format)) = &layer.below else { return Ok(()) };
-                    let below = self.copy_of(below, &read);
-                    Ok(rename_backing(part, &below, *format).map(drop)?)
-                })?;
-                Ok(whole)
-            });
-            match named {
-                Ok(Whole { digest, len, sent }) => {
-                    done.push((layer.from.clone(), Copied { to: copy.to.clone(), len, digest }, sent));
+        for (layer, to, result) in finishing.end() {
+            match result {
+                Ok(Whole { digest, len, sent, unreadable }) => {
+                    let unreadable = unreadable.iter().map(|bad| (bad.offset, bad.len)).collect();
+                    done.push((layer.from, Copied { to, len, digest, unreadable }, sent));
                 }
                 // Such as by a job that gives old layers their indexes: it is read again.
                 Err(Error::Changed { layer }) if self.changed < CHANGED_MAX => {
@@ -422,7 +530,7 @@ impl Moving {
             .map_err(Error::of_file(&frozen, "give the disk's file another name"))
             .and_then(|()| flush_directory(&old))
             .and_then(|()| Ok(home.make(&self.disk, &info)?))
-            .and_then(|()| note_moved(&from, &self.to));
+            .and_then(|()| note_moved(&from, &self.to, false));
         let switched = made.and_then(|()| {
             self.disk.move_to(&home, || {
                 fs::remove_file(&from).map_err(Error::of_file(&from, "remove the disk's old name"))?;

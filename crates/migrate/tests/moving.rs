@@ -18,7 +18,7 @@ use common::{for_seeds, open_with, random, scratch, small_resources};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::{self, SnapshotInfo, list};
 use vmstrata_disk::{Disk, OpenOptions};
-use vmstrata_migrate::{Error, MoveOptions, Moving, Phase, moved_to, source_directory};
+use vmstrata_migrate::{Error, Move as _, MoveOptions, Moving, Phase, source_directory};
 
 const SIZE: u64 = 16 << 20;
 const BLOCK: usize = 4096;
@@ -66,6 +66,10 @@ fn finish(moving: &mut Moving) -> u64 {
         sent += moving.step(256 << 10).unwrap();
     }
     sent
+}
+
+fn moved_to(path: &Path) -> Option<PathBuf> {
+    vmstrata_migrate::moved_to(path).map(|moved| moved.path)
 }
 
 fn directories(dir: &Path) -> (PathBuf, PathBuf) {
@@ -491,7 +495,7 @@ fn a_move_that_is_killed_loses_nothing_and_goes_on() {
         return child(&orders);
     }
     let dir = scratch();
-    for_seeds(12, |seed| {
+    for_seeds(17, |seed| {
         let mut random = random("killed", seed);
         let (old, new) = directories(&dir.path().join(seed.to_string()));
         let (path, mut states) = with_history(&old, 2);

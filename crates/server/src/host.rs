@@ -227,7 +227,8 @@ impl Host {
     pub(crate) fn new(options: &Options, runtime_dir: PathBuf) -> Result<Arc<Self>, Error> {
         let guards = Guards::new(&runtime_dir, options.thaw_guard.clone());
         let files = Arc::<CachedFiles>::default();
-        let (resources, limits) = options.resources(runtime_dir, files.clone())?;
+        let (resources, limits) =
+            options.resources(runtime_dir, Arc::new(vmstrata_nbd::Files::new(files.clone())))?;
         let events = broadcast::Sender::new(EVENTS_KEPT);
         let audit = Audit::new(events.clone(), options.audit.as_deref())?;
         let due = Arc::<Due>::default();

@@ -18,6 +18,12 @@ pub struct MoveHowArgs {
     /// Write at most so many bytes a second, as in 50M; `vmstrata job limit` changes it
     #[arg(long, value_name = "SIZE", value_parser = super::job::limit)]
     pub limit: Option<u64>,
+    /// Be over after so long, as in 2h: it writes no faster than it must for that
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    pub deadline: Option<Duration>,
+    /// Go on where the disk cannot be read: the copy has zeros there, and each place is listed
+    #[arg(long)]
+    pub skip_unreadable: bool,
     /// Say what would be copied, and copy nothing
     #[arg(long)]
     pub dry_run: bool,
@@ -29,9 +35,13 @@ pub struct MoveHowArgs {
 pub struct MoveArgs {
     /// The disk: its path, or its name at the server
     pub disk: PathBuf,
-    /// The directory that it moves to
-    #[arg(long, value_name = "DIR", required_unless_present = "undo")]
+    /// The directory that it moves to with its history; or where a flat copy of it will be: a block device, a new file whose name ends in
+    /// .raw or .img, or an export of an NBD server, as in nbd://HOST/NAME
+    #[arg(long, value_name = "TARGET", required_unless_present = "undo")]
     pub to: Option<PathBuf>,
+    /// Overwrite what is on the device or the export
+    #[arg(long)]
+    pub yes: bool,
     /// Move it back, while the source files are kept: only what was written since is copied
     #[arg(long, conflicts_with = "to")]
     pub undo: bool,
@@ -48,11 +58,15 @@ Examples:
   vmstrata move web --to /mnt/new --dry-run
   vmstrata move web --to /mnt/new                  its guest goes on
   vmstrata move web --to /mnt/new --limit 50M --keep 1h
+  vmstrata move web --to /mnt/new --deadline 2h    as gently as two hours allow
   vmstrata move web --undo
+  vmstrata move web --to /dev/vg0/web --yes        without its history
+  vmstrata move web --to 'nbd+unix:///web?socket=/run/nbd.sock' --yes
 
 The command copies the layers of the disk's history. When little is left, the guest's writes go to the target, and the rest is copied. So a move \
 ends however much the guest writes. Run the command again to go on with a move that was stopped or killed. It does not copy files that the target \
-has already, such as a base that another disk brought.
+has already, such as a base that another disk brought. A flat copy has no history: that stays with the source files, which `vmstrata gc` \
+removes.
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
 
 /// `vmstrata drain`

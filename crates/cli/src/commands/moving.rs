@@ -1,4 +1,5 @@
-//! `vmstrata move` and `vmstrata drain`: disks move to other directories, through the server that serves them or by themselves.
+//! `vmstrata move` and `vmstrata drain`: disks move to other directories or to flat copies, through the server that serves them or by
+//! themselves.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,14 +7,18 @@ use std::process::ExitCode;
 use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
-use vmstrata_api::{DiskDetail, DiskList, JobSpec, MovePhase, MoveStatus, encode_segment};
+use vmstrata_api::{DiskDetail, DiskList, JobSpec, MovePhase, MoveStatus, UnreadableRange, encode_segment};
 use vmstrata_disk::{Disk, OpenOptions, directory_of, probe_chain};
 use vmstrata_job::Bucket;
-use vmstrata_migrate::{MoveOptions, Moving, Phase, Plan};
+use vmstrata_migrate::{
+    FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, Plan, Schedule, Unreadable, allocated, is_flat,
+};
+use vmstrata_nbd::Uri;
 use vmstrata_types::time::rfc3339;
 use vmstrata_types::{path_from_text, path_to_text};
 
@@ -27,6 +32,9 @@ use crate::client::Client;
 use crate::output::{Progress, Table, answer, counted};
 use crate::units::short_size;
 
+/// How often a move that waits looks whether it is to stop.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
 /// What was done, for scripts.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -36,18 +44,27 @@ struct Moved {
     to: String,
     copied_bytes: u64,
     seconds: u64,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    unreadable: Vec<UnreadableRange>,
 }
 
 impl Moved {
     fn text(&self) -> String {
+        let bad = |bad: &UnreadableRange| {
+            format!(
+                "{}: {} bytes at offset {} cannot be read: the copy has zeros there\n",
+                bad.file, bad.bytes, bad.offset
+            )
+        };
         let rate = short_size(self.copied_bytes / self.seconds.max(1));
-        format!(
+        let moved = format!(
             "{}: moved to {}: {} copied in {} s ({rate}/s)\n",
             self.from,
             self.to,
             short_size(self.copied_bytes),
             self.seconds
-        )
+        );
+        self.unreadable.iter().map(bad).collect::<String>() + &moved
     }
 }
 
@@ -70,6 +87,9 @@ struct PlannedFile {
 
 impl Planned {
     fn of(disk: &Path, to: &Path, open: &OpenOptions) -> Result<Self> {
+        if is_flat(to) {
+            return Self::of_flat(disk, to, open);
+        }
         let to = to.canonicalize().with_context(|| format!("{}: cannot be found", to.display()))?;
         let chain = probe_chain(disk, open)?;
         let plan = Plan::of_files(chain.into_iter().map(|layer| (layer.path, layer.format)), &to)?;
@@ -84,6 +104,14 @@ impl Planned {
         })
     }
 
+    fn of_flat(disk: &Path, to: &Path, open: &OpenOptions) -> Result<Self> {
+        let file = |path: &Path| PlannedFile { file: path_to_text(path), bytes: allocated(path) };
+        let layers: Vec<PlannedFile> =
+            probe_chain(disk, open)?.iter().map(|layer| file(&layer.path)).collect();
+        let bytes = layers.iter().map(|layer| layer.bytes).sum();
+        Ok(Self { disk: path_to_text(disk), to: path_to_text(to), bytes, layers })
+    }
+
     fn text(&self) -> String {
         let mut table = Table::new([">SIZE ON DISK", "FILE"]);
         self.layers.iter().for_each(|layer| table.row([short_size(layer.bytes), layer.file.clone()]));
@@ -94,11 +122,17 @@ impl Planned {
 
 /// How far a disk's move is.
 pub fn line(moving: &MoveStatus) -> String {
-    let MoveStatus { phase, from, to, left_bytes, kept_until_ns } = moving;
+    let MoveStatus { phase, from, to, left_bytes, kept_until_ns, is_flat, slowed_to, .. } = moving;
     let left = short_size(*left_bytes);
     match phase {
+        MovePhase::Copying if let Some(rate) = slowed_to => {
+            format!("moves to {to}: {left} left to copy; writes are slowed to {}/s", short_size(*rate))
+        }
         MovePhase::Copying => format!("moves to {to}: {left} left to copy"),
         MovePhase::Rest => format!("writes to {to}, and needs {from} still: {left} left to copy"),
+        MovePhase::Moved if *is_flat => {
+            format!("moved from {from}, whose files are left: `vmstrata gc {from} --yes`")
+        }
         MovePhase::Moved => {
             let until = kept_until_ns.map_or_else(String::new, |until| format!(" until {}", rfc3339(until)));
             format!("moved from {from}; source files are kept{until}")
@@ -122,10 +156,20 @@ pub fn run(args: &MoveArgs) -> Result<ExitCode> {
         answer(json, &planned, || planned.text())?;
         return Ok(ExitCode::SUCCESS);
     }
+    let left = |moved: &Moved| {
+        format!(
+            "{}its source files are left: `vmstrata gc {} --yes` removes them\n",
+            moved.text(),
+            moved.from
+        )
+    };
     match live {
         Some(live) => {
-            let moved = by_server(&live, &to, &args.how, json)?;
+            let moved = by_server(&live, &to, (&args.how, args.yes), json)?;
             answer(json, &moved, || {
+                if is_flat(&to) {
+                    return left(&moved);
+                }
                 let kept = args.how.keep.as_secs();
                 format!(
                     "{}its source files are kept for {kept} s: until then `vmstrata move {} --undo` moves it back\n",
@@ -136,13 +180,7 @@ pub fn run(args: &MoveArgs) -> Result<ExitCode> {
         }
         None => {
             let moved = audit::change(audit::of("move", [&args.disk]), |_| by_itself(args, &to))?;
-            answer(json, &moved, || {
-                format!(
-                    "{}its source files are left: `vmstrata gc {} --yes` removes them\n",
-                    moved.text(),
-                    moved.from
-                )
-            })?;
+            answer(json, &moved, || left(&moved))?;
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -151,7 +189,16 @@ pub fn run(args: &MoveArgs) -> Result<ExitCode> {
 /// The directory that a disk came from, while its source files are kept.
 fn came_from(disk: &Path, live: Option<&Live>) -> Result<PathBuf> {
     let from = match live {
-        Some(live) => detail(live)?.disk.moving.map(|moving| path_from_text(&moving.from)),
+        Some(live) => {
+            let moving = detail(live)?.disk.moving;
+            if let Some(MoveStatus { is_flat: true, from, .. }) = &moving {
+                bail!(
+                    "{}: a move to a flat copy is not undone: its files are in {from}'s directory still",
+                    disk.display()
+                );
+            }
+            moving.map(|moving| path_from_text(&moving.from))
+        }
         None => vmstrata_migrate::came_from(disk)?,
     };
     let from = from.with_context(|| {
@@ -164,49 +211,86 @@ fn detail(live: &Live) -> Result<DiskDetail> {
     live.client().get(&format!("/v1/disks/{}", encode_segment(live.name())))
 }
 
-fn by_server(live: &Live, to: &Path, how: &MoveHowArgs, quiet: bool) -> Result<Moved> {
+fn by_server(live: &Live, to: &Path, (how, overwrite): (&MoveHowArgs, bool), quiet: bool) -> Result<Moved> {
     let from = detail(live)?.disk.path;
     let asked = JobSpec::Move {
         disk: live.name().to_owned(),
-        to: path_to_text(&std::path::absolute(to)?),
+        to: if Uri::is_meant(to) {
+            to.display().to_string()
+        } else {
+            path_to_text(&std::path::absolute(to)?)
+        },
         keep_seconds: Some(how.keep.as_secs()),
+        overwrite,
+        skip_unreadable: how.skip_unreadable,
+        deadline_seconds: how.deadline.map(|time| time.as_secs().max(1)),
         bytes_per_second: how.limit,
     };
     let job = live.wait_job(&asked, quiet)?;
     let now = detail(live)?.disk;
+    let (from, unreadable) = now.moving.map_or((from, Vec::new()), |moving| (moving.from, moving.unreadable));
     Ok(Moved {
         disk: now.name,
-        from: now.moving.map_or(from, |moving| moving.from),
+        from,
         to: now.path,
         copied_bytes: job.bytes,
         seconds: job.seconds,
+        unreadable,
     })
 }
 
 fn by_itself(args: &MoveArgs, to: &Path) -> Result<Moved> {
-    let path = vmstrata_migrate::moved_to(&args.disk).unwrap_or_else(|| args.disk.clone());
+    let path = vmstrata_migrate::moved_to(&args.disk).map_or_else(|| args.disk.clone(), |moved| moved.path);
     let mut open = OpenOptions { read_only: false, ..args.access.open() };
     open.allow_backing.extend(vmstrata_migrate::source_directory(&path));
     let resources = resources(&args.access.journal)?;
     let disk = Disk::open(&path, &open, &resources)?;
-    // No guest writes meanwhile, so copy everything after the switch.
-    let options =
-        MoveOptions { keep: args.how.keep, rest: u64::MAX, ..MoveOptions::new(to.to_owned(), open) };
-    let moved = go(&disk, &options, args);
+    let moved = if is_flat(to) {
+        let options = FlatOptions {
+            to: to.to_owned(),
+            open: open.clone(),
+            overwrite: args.yes,
+            skip_unreadable: args.how.skip_unreadable,
+        };
+        FlatMove::begin(&disk, &options).map_err(Into::into).and_then(|mut moving| go(&mut moving, args))
+    } else {
+        move_files(&disk, to, &open, args)
+    };
     // Whatever came of it, the image is left clean.
     let closed = disk.close();
     drop(disk);
     let (moved, froze) = moved?;
     closed?;
-    let open = OpenOptions { read_only: true, ..options.open };
-    drop_states(&path_from_text(&moved.to), &froze, &open)?;
+    if !is_flat(to) {
+        let open = OpenOptions { read_only: true, ..open };
+        drop_states(&path_from_text(&moved.to), &froze, &open)?;
+    }
+    Ok(moved)
+}
+
+fn move_files(
+    disk: &Arc<Disk>,
+    to: &Path,
+    open: &OpenOptions,
+    args: &MoveArgs,
+) -> Result<(Moved, Vec<String>)> {
+    // No guest writes meanwhile, so copy everything after the switch.
+    let options = MoveOptions {
+        keep: args.how.keep,
+        skip_unreadable: args.how.skip_unreadable,
+        rest: u64::MAX,
+        ..MoveOptions::new(to.to_owned(), open.clone())
+    };
+    let mut moving = Moving::begin(disk, &options)?;
+    let moved = go(&mut moving, args)?;
+    moving.leave_source()?;
     Ok(moved)
 }
 
 /// Returns the names of the states that it made, too.
-fn go(disk: &Arc<Disk>, options: &MoveOptions, args: &MoveArgs) -> Result<(Moved, Vec<String>)> {
+fn go(moving: &mut dyn Move, args: &MoveArgs) -> Result<(Moved, Vec<String>)> {
     let began = Instant::now();
-    let mut moving = Moving::begin(disk, options)?;
+    let schedule = args.how.deadline.map(|time| Schedule::new(time, began));
     let progress = Progress::of_bytes(args.access.common.json);
     let mut bucket = Bucket::new(args.how.limit, began);
     let mut copied = 0;
@@ -217,22 +301,33 @@ fn go(disk: &Arc<Disk>, options: &MoveOptions, args: &MoveArgs) -> Result<(Moved
             }
             let bytes = moving.step(bucket.step_bytes().min(4 << 20))?;
             copied += bytes;
-            progress.update("move", copied, copied + moving.report().left_bytes);
+            let left = moving.report().left_bytes;
+            progress.update("move", copied, copied + left);
             bucket.take(bytes, Instant::now());
             bucket.wait_while(|| !stop.load(Ordering::Relaxed));
+            while !stop.load(Ordering::Relaxed)
+                && let Some(wait) = schedule.map(|schedule| schedule.may_wait(copied, left, Instant::now()))
+                && !wait.is_zero()
+            {
+                thread::sleep(wait.min(LOOK_EVERY));
+            }
         }
         Ok(())
     })?;
     let report = moving.report();
-    moving.leave_source()?;
     let moved = Moved {
         disk: path_to_text(&args.disk),
         from: path_to_text(&report.from),
         to: path_to_text(&report.to),
         copied_bytes: copied,
         seconds: began.elapsed().as_secs(),
+        unreadable: report.unreadable.iter().map(range_of).collect(),
     };
     Ok((moved, report.froze))
+}
+
+fn range_of(bad: &Unreadable) -> UnreadableRange {
+    UnreadableRange { file: path_to_text(&bad.file), offset: bad.offset, bytes: bad.len }
 }
 
 /// What became of a directory's disks.
@@ -258,6 +353,12 @@ struct Failed {
 /// # Errors
 /// No server; a directory that cannot be read.
 pub fn drain(args: &DrainArgs) -> Result<ExitCode> {
+    if is_flat(&args.to) {
+        bail!(
+            "{}: disks are drained to a directory: `vmstrata move` makes a flat copy of one",
+            args.to.display()
+        );
+    }
     let dir = args.dir.canonicalize().with_context(|| format!("{}: cannot be found", args.dir.display()))?;
     let served: DiskList = Client::new(&args.server)?.get("/v1/disks")?;
     let is_there = |path: &Path| directory_of(path).canonicalize().is_ok_and(|own| own == dir);
@@ -299,7 +400,7 @@ pub fn drain(args: &DrainArgs) -> Result<ExitCode> {
 fn move_one(disk: &PathBuf, args: &DrainArgs) -> Result<Moved> {
     let server: &ControlArgs = &args.server;
     let live = Live::find(slice::from_ref(disk), server)?.context("it is not served any more")?;
-    by_server(&live, &args.to, &args.how, args.json)
+    by_server(&live, &args.to, (&args.how, false), args.json)
 }
 
 /// The images in a directory that are neither one of `disks` nor a backing file there.

@@ -9,9 +9,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmstrata_api::{self as api, ChangedBy, JobSpec, JobStatus, MergeDirection};
-use vmstrata_disk::Disk;
 use vmstrata_disk::snapshot::{list, now_ns};
-use vmstrata_migrate::{MoveOptions, Moving, Phase, Report};
+use vmstrata_disk::{Disk, Format};
+use vmstrata_migrate::{
+    FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, Report, Unreadable, is_flat,
+};
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::Host;
@@ -24,7 +26,16 @@ const BEGINNING: &str = "being moved";
 impl Host {
     /// Begins to move a disk, or goes on with that.
     pub(super) fn begin_move(&self, asked: &JobSpec, by: ChangedBy) -> Result<JobStatus, Error> {
-        let JobSpec::Move { disk: name, to, keep_seconds, bytes_per_second } = asked else {
+        let JobSpec::Move {
+            disk: name,
+            to,
+            keep_seconds,
+            overwrite,
+            skip_unreadable,
+            deadline_seconds,
+            bytes_per_second,
+        } = asked
+        else {
             unreachable!("asked for by its kind")
         };
         let (_change, table) = self.begin_change()?;
@@ -34,10 +45,19 @@ impl Host {
         drop(table);
         let slot = self.jobs.reserve(&MOVE, name)?;
         self.jobs.refuse_beside(&[&MERGE, &FLATTEN, &SNAPSHOT_DELETE], name)?;
-        let mut options = MoveOptions::new(path_from_text(to), open);
-        options.keep = keep_seconds.map_or(options.keep, Duration::from_secs);
-        let moving = Moving::begin(&disk, &options)?;
-        self.run_move(name, slot, moving, (*bytes_per_second, by))
+        let to = path_from_text(to);
+        let moving: Box<dyn Move> = if is_flat(&to) {
+            Box::new(FlatMove::begin(
+                &disk,
+                &FlatOptions { to, open, overwrite: *overwrite, skip_unreadable: *skip_unreadable },
+            )?)
+        } else {
+            let mut options = MoveOptions::new(to, open);
+            options.keep = keep_seconds.map_or(options.keep, Duration::from_secs);
+            options.skip_unreadable = *skip_unreadable;
+            Box::new(Moving::begin(&disk, &options)?)
+        };
+        self.run_move(name, slot, moving, (deadline_seconds.map(Duration::from_secs), *bytes_per_second, by))
     }
 
     /// Goes on with the move of a disk that was opened by its new path.
@@ -57,7 +77,7 @@ impl Host {
                 return Ok(None);
             }
             let slot = self.jobs.reserve(&MOVE, name)?;
-            self.run_move(name, slot, moving, (None, ChangedBy::Server)).map(Some)
+            self.run_move(name, slot, Box::new(moving), (None, None, ChangedBy::Server)).map(Some)
         };
         match go_on() {
             Ok(Some(job)) => tracing::info!(disk = name, job = job.id, "its move goes on"),
@@ -70,8 +90,8 @@ impl Host {
         &self,
         name: &str,
         slot: Slot,
-        moving: Moving,
-        (limit, by): (Option<u64>, ChangedBy),
+        moving: Box<dyn Move>,
+        (time, limit, by): (Option<Duration>, Option<u64>, ChangedBy),
     ) -> Result<JobStatus, Error> {
         let (host, disk) = (self.me.clone(), name.to_owned());
         let tell = move |report: Report| {
@@ -79,7 +99,7 @@ impl Host {
                 host.note_move(&disk, report);
             }
         };
-        let work = DiskMove::new(moving, Box::new(tell));
+        let work = DiskMove::new(moving, time, Box::new(tell));
         self.keep_job(name, || slot.start(limit, by, work))
     }
 
@@ -91,6 +111,9 @@ impl Host {
         let is_new = has_moved && entry.spec.path != report.to;
         if is_new {
             entry.spec.path = report.to.clone();
+            if report.is_flat {
+                entry.spec.format = Some(Format::Raw);
+            }
         }
         let is_whole = report.phase == Phase::Whole;
         entry.moving = Some(report);
@@ -180,5 +203,12 @@ pub(super) fn move_status(report: &Report) -> api::MoveStatus {
         to: path_to_text(&report.to),
         left_bytes: report.left_bytes,
         kept_until_ns: report.kept_until_ns,
+        is_flat: report.is_flat,
+        slowed_to: report.slowed_to,
+        unreadable: report.unreadable.iter().map(unreadable).collect(),
     }
+}
+
+fn unreadable(bad: &Unreadable) -> api::UnreadableRange {
+    api::UnreadableRange { file: path_to_text(&bad.file), offset: bad.offset, bytes: bad.len }
 }

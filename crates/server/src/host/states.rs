@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use vmstrata_disk::snapshot::Snapshot;
 use vmstrata_disk::{Format, OpenOptions, check_locks, snapshot};
 use vmstrata_migrate::source_directory;
+use vmstrata_nbd::Uri;
 use vmstrata_store::FileId;
 
 use crate::error::Error;
@@ -42,6 +43,10 @@ pub(crate) fn look_at(
     passes: impl Fn(FileId) -> bool,
 ) -> Result<(), Error> {
     let spec = &spec.clone().where_it_is();
+    // Its server tells who has it.
+    if Uri::is_meant(&spec.path) {
+        return Ok(());
+    }
     if let Some(tier) = &spec.tier {
         // Its layers are this host's own, whose locks the other server has; its image is of no use once it is published elsewhere.
         if tier.repository.is_some() {
@@ -87,6 +92,9 @@ pub(super) fn make_clone(spec: &DiskSpec, options: OpenOptions) -> Result<(), Er
 /// # Errors
 /// No such snapshot, one that is to be written; whatever the host reports.
 pub(super) fn find(spec: &DiskSpec, options: OpenOptions) -> Result<(PathBuf, OpenOptions), Error> {
+    if Uri::is_meant(&spec.path) {
+        return Ok((spec.path.clone(), options));
+    }
     let state = snapshot::resolve(&spec.path, &options)?;
     if state.info.is_some() && !spec.read_only {
         return Err(SpecError::from(StateError::Written { path: spec.path.clone() }).into());

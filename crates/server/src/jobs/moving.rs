@@ -1,9 +1,10 @@
-//! A disk in use moves to another directory.
+//! A disk in use moves to another directory, or to a flat copy.
 
 use std::fmt;
+use std::time::{Duration, Instant};
 
 use vmstrata_job::{Next, Step, Work};
-use vmstrata_migrate::{Moving, Phase, Report};
+use vmstrata_migrate::{Move, Phase, Report, Schedule};
 use vmstrata_types::told;
 
 use super::{Kind, Retry};
@@ -14,18 +15,24 @@ pub(crate) const MOVE: Kind = Kind { name: "move", unit: "MiB", removes_files: f
 
 /// Bytes of a step.
 const STEP: u64 = 1 << 20;
+/// How long a move that is ahead of its schedule waits at a time, at most, and at least.
+const WAIT_MAX: Duration = Duration::from_millis(500);
+const WAIT_MIN: Duration = Duration::from_millis(10);
 /// Takes what there is to say of a move after each of its steps.
 type OnMove = Box<dyn Fn(Report) + Send>;
 
 /// See the module documentation. Before the disk's writes go to the target, an error ends the job, and nothing has happened to the disk. After
 /// that the disk needs both directories: what fails is tried again.
 pub(crate) struct DiskMove {
-    moving: Moving,
+    moving: Box<dyn Move>,
     tell: OnMove,
     /// Bytes written, of which `counted` whole steps are.
     written: u64,
     counted: u64,
     retry: Retry,
+    schedule: Option<Schedule>,
+    /// It was said that it will not be over in time.
+    is_late: bool,
 }
 
 impl fmt::Debug for DiskMove {
@@ -35,9 +42,24 @@ impl fmt::Debug for DiskMove {
 }
 
 impl DiskMove {
-    pub(crate) fn new(moving: Moving, tell: OnMove) -> Self {
+    /// With `time`, it is to be over by then.
+    pub(crate) fn new(moving: Box<dyn Move>, time: Option<Duration>, tell: OnMove) -> Self {
         tell(moving.report());
-        Self { moving, tell, written: 0, counted: 0, retry: Retry::default() }
+        let schedule = time.map(|time| Schedule::new(time, Instant::now()));
+        Self { moving, tell, written: 0, counted: 0, retry: Retry::default(), schedule, is_late: false }
+    }
+
+    /// Until when the next step may wait for the sake of the guest.
+    fn may_wait_until(&mut self) -> Option<Instant> {
+        let (schedule, now) = (self.schedule?, Instant::now());
+        // From the switch on it needs both directories: the sooner it is over the better.
+        let report = (self.moving.phase() == Phase::Copying).then(|| self.moving.report())?;
+        if let Some(late) = schedule.late_by(self.written, report.left_bytes, now).filter(|_| !self.is_late) {
+            tracing::warn!(disk = %report.from.display(), seconds = late.as_secs(), "its move will be over so much later than asked for, at this rate");
+            self.is_late = true;
+        }
+        let wait = schedule.may_wait(self.written, report.left_bytes, now).min(WAIT_MAX);
+        (wait >= WAIT_MIN).then(|| now + wait)
     }
 }
 
@@ -50,7 +72,7 @@ impl Work for DiskMove {
     }
 
     fn select(&mut self) -> Result<Next<()>, Error> {
-        if let Some(time) = self.retry.not_before() {
+        if let Some(time) = self.retry.not_before().or_else(|| self.may_wait_until()) {
             return Ok(Next::WaitUntil(time));
         }
         Ok(if self.moving.phase() == Phase::Whole { Next::End } else { Next::Step(()) })

@@ -9,6 +9,7 @@ use std::time::Duration;
 use vmstrata_api as api;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
 use vmstrata_disk::{DetectZeroes, Format, Limits};
+use vmstrata_nbd::Uri;
 use vmstrata_store::CacheMode;
 use vmstrata_tier::{
     DurableAt, OnMissing, OnOutage, RepositoryAddress, TierOptions, Wire, age_of, is_group_name,
@@ -392,7 +393,9 @@ impl DiskSpec {
     /// # Errors
     /// This process's own directory is gone, and a path is relative.
     pub(crate) fn absolute(mut self) -> io::Result<Self> {
-        self.path = absolute(self.path)?;
+        if !Uri::is_meant(&self.path) {
+            self.path = absolute(self.path)?;
+        }
         if let Some(clone_of) = &mut self.clone_of {
             clone_of.disk = absolute(&clone_of.disk)?;
         }
@@ -409,10 +412,13 @@ impl DiskSpec {
     #[must_use]
     pub(crate) fn where_it_is(mut self) -> Self {
         if self.tier.is_none()
-            && let Some(path) = vmstrata_migrate::moved_to(&self.path)
+            && let Some(moved) = vmstrata_migrate::moved_to(&self.path)
         {
-            tracing::warn!(disk = self.name, from = %self.path.display(), to = %path.display(), "has moved: serve it by its new path");
-            self.path = path;
+            tracing::warn!(disk = self.name, from = %self.path.display(), to = %moved.path.display(), "has moved: serve it by its new path");
+            self.path = moved.path;
+            if moved.is_raw {
+                self.format = Some(Format::Raw);
+            }
         }
         self
     }

@@ -9,6 +9,7 @@ use vmstrata_api::{
     SnapshotSpec, SnapshotTaken,
 };
 use vmstrata_disk::snapshot::SnapshotInfo;
+use vmstrata_nbd::Uri;
 use vmstrata_store::FileId;
 use vmstrata_types::{path_from_text, path_to_text};
 
@@ -231,6 +232,9 @@ pub fn warn_unless_quiesced(taken: &SnapshotTaken) {
 ///
 /// A relative path, as older servers tell it, says nothing: it is seen from the server's directory.
 pub fn is_file_of(served: &DiskStatus, disk: &Path) -> bool {
+    if Uri::is_meant(disk) {
+        return path_from_text(&served.path) == disk;
+    }
     let Some(file) = number_of(disk) else {
         return matches!(address_of(disk), Ok(Some(address)) if leads_to(&address, served));
     };

@@ -1,0 +1,596 @@
+//! A disk in use moves to a flat copy of it: a raw file, a block device, or an export of any NBD server. Its history stays behind.
+//!
+//! ```text
+//!   all      the disk is frozen, and what it reads is written to the target, while the guest goes on
+//!   passes   what takes the writes is frozen, and what it has is copied; again while that halves what is left
+//!   slowed   where it does not, the guest's writes are slowed: to half of the rate of the copy, then to a quarter, and so on
+//!   switch   writes are held; what is left is copied, flushed and read back; from then on the guest writes to the target
+//! ```
+//!
+//! Which bytes were written since a pass is told by layers alone. So a pass reads the state that was frozen for it, and no later one: the
+//! layers above say what differs from that.
+//!
+//! A target that is begun holds some of the disk's bytes. Whoever goes on with the move compares all of them with the disk, and sends
+//! those that differ: nothing has to be believed of what a killed process had done.
+
+use std::fs;
+use std::io;
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::Advice;
+use vmstrata_disk::snapshot::{MOVE_LABEL, SnapshotInfo, frozen_path, note_left, now_ns};
+use vmstrata_disk::{
+    Disk, FlatHome, Format, OpenOptions, Opened, Opener as _, OwnExtent, Pace, Role, directory_of,
+    own_clusters,
+};
+use vmstrata_nbd::{Files, Uri};
+use vmstrata_store::{Gate, LocalFile, Segment, Store, is_zero};
+use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
+
+use crate::copy::{Unreadable, allocated, flush_directory, read_around};
+use crate::error::{Error, Result};
+use crate::journal::{Sending, forget_moved, note_moved};
+use crate::moving::{Move, Phase, Report};
+
+/// Bytes that are read and written at a time.
+const STEP: u64 = 1 << 20;
+/// Of these bytes, each piece is zeroed at the target rather than written if it is all zeros.
+const PIECE: usize = 64 << 10;
+/// Bytes that are flushed and read back together.
+const BATCH: u64 = 256 << 20;
+/// So much is looked at in one step, where nothing is to be written.
+const LOOK: u64 = 64 << 20;
+/// The same of what is known to be zeros.
+const ZERO_STEP: u64 = 1 << 30;
+/// Extents that are asked for at a time.
+const EXTENTS: usize = 4096;
+/// For how long copying what is left may hold writes, as planned.
+const HELD: Duration = Duration::from_millis(4);
+/// A target that takes longer than this is given up, and the guest goes on.
+const HELD_MAX: Duration = Duration::from_secs(1);
+/// So little is left at a switch in any case.
+const LEFT_MIN: u64 = 256 << 10;
+/// Writes of a guest are not slowed below this, in bytes a second.
+const PACE_MIN: u64 = 256 << 10;
+/// After so many passes the disk is said to be in the way.
+const PASSES_MAX: u32 = 64;
+
+/// Whether `to` is a flat target: an address, a device, or a file with the name of a raw image.
+pub fn is_flat(to: &Path) -> bool {
+    use std::os::unix::fs::FileTypeExt as _;
+    let is_device = || fs::metadata(to).is_ok_and(|about| about.file_type().is_block_device());
+    let is_raw = || to.extension().is_some_and(|end| end == "raw" || end == "img") && !to.is_dir();
+    Uri::is_meant(to) || is_device() || is_raw()
+}
+
+/// How a disk moves to a flat copy.
+#[derive(Clone, Debug)]
+pub struct FlatOptions {
+    /// The target.
+    pub to: PathBuf,
+    /// How the disk is opened.
+    pub open: OpenOptions,
+    /// A device or an export may have something on it, which is lost.
+    pub overwrite: bool,
+    /// As in [`crate::MoveOptions`].
+    pub skip_unreadable: bool,
+}
+
+/// See the module documentation. After an error it is dropped, and begun again.
+#[derive(Debug)]
+pub struct FlatMove {
+    disk: Arc<Disk>,
+    open: OpenOptions,
+    from: PathBuf,
+    to: PathBuf,
+    size: u64,
+    phase: Phase,
+    /// The target, until it is the disk's.
+    target: Option<Opened>,
+    copy: Copy,
+    note: Sending,
+    /// Whether the target has bytes that must be looked at.
+    compares: bool,
+    /// Whether it may have something else than zeros where nothing was written.
+    zeroes: bool,
+    /// `None` until the first begins.
+    pass: Option<Pass>,
+    /// Bytes a second that were copied, at best.
+    rate: u64,
+    /// Bytes a second that the guest may write.
+    pace: Option<u64>,
+}
+
+impl Drop for FlatMove {
+    fn drop(&mut self) {
+        self.let_run();
+    }
+}
+
+/// What is copied before what takes the writes is frozen again.
+#[derive(Debug)]
+struct Pass {
+    number: u32,
+    /// The state that is copied: what lies above it is not.
+    state: Arc<Disk>,
+    /// The first one has all of the disk, from here on.
+    next: Option<GuestOffset>,
+    /// What it has found, the last bytes first.
+    wanted: Vec<Wanted>,
+    /// Bytes that it began with, as far as they were counted then, and those that are done.
+    bytes: u64,
+    done: u64,
+    began: Instant,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Wanted {
+    range: GuestRange,
+    reads_zero: bool,
+}
+
+impl Pass {
+    /// Over all of a state.
+    fn of_all(state: Arc<Disk>) -> Self {
+        let bytes = state.layers().iter().map(|layer| allocated(&layer.path)).sum();
+        let (next, began) = (Some(GuestOffset::ZERO), Instant::now());
+        Self { number: 0, state, next, wanted: Vec::new(), bytes, done: 0, began }
+    }
+
+    /// Over what its newest layers have.
+    fn of_layers(number: u32, state: Arc<Disk>, layers: &[PathBuf]) -> Result<Self> {
+        let mut own = Vec::new();
+        for layer in layers {
+            own_clusters(layer, &Gate::unrestricted(), |cluster| own.push(cluster.range))?;
+        }
+        own.sort_by_key(|range| range.start);
+        // Each byte once: what is written twice does not read as the first time.
+        let mut ranges: Vec<GuestRange> = Vec::new();
+        for range in own {
+            match ranges.last_mut() {
+                Some(last) if range.start <= last.end() => {
+                    last.len = last.len.max(range.end() - last.start);
+                }
+                _ => ranges.push(range),
+            }
+        }
+        let wanted: Vec<Wanted> =
+            ranges.into_iter().rev().map(|range| Wanted { range, reads_zero: false }).collect();
+        let bytes = wanted.iter().map(|wanted| wanted.range.len).sum();
+        Ok(Self { number, state, next: None, wanted, bytes, done: 0, began: Instant::now() })
+    }
+
+    /// The next bytes of the pass: at most so many, if they must be read.
+    fn next(&mut self, most: u64, (compares, zeroes): (bool, bool)) -> Result<Option<Wanted>> {
+        let size = self.state.size();
+        while self.wanted.is_empty() {
+            let Some(next) = self.next.filter(|next| next.get() < size) else { return Ok(None) };
+            let rest = GuestRange::new(next, size - next.get());
+            let extents = self.state.extents(rest, EXTENTS)?;
+            self.next = extents.last().map(|last| last.range.end());
+            let wanted = extents
+                .into_iter()
+                .map(|extent| Wanted { range: extent.range, reads_zero: extent.kind.reads_zero() })
+                .filter(|wanted| zeroes || !wanted.reads_zero);
+            self.wanted.extend(wanted);
+            self.wanted.reverse();
+        }
+        let wanted = self.wanted.last_mut().expect("it is not empty");
+        let Wanted { range, reads_zero } = *wanted;
+        let most = if reads_zero && !compares { ZERO_STEP } else { most };
+        let part = GuestRange::new(range.start, range.len.min(most));
+        wanted.range = GuestRange::new(part.end(), range.len - part.len);
+        if wanted.range.len == 0 {
+            self.wanted.pop();
+        }
+        if !reads_zero {
+            self.done += part.len;
+        }
+        Ok(Some(Wanted { range: part, reads_zero }))
+    }
+}
+
+/// The copy, and what was written to it and not yet read back.
+#[derive(Debug)]
+struct Copy {
+    store: Arc<dyn Store>,
+    name: PathBuf,
+    written: Vec<(GuestRange, blake3::Hash)>,
+    bytes: u64,
+    /// What of the disk cannot be read is passed over.
+    skips: bool,
+    unreadable: Vec<Unreadable>,
+}
+
+impl Copy {
+    fn new(store: &Arc<dyn Store>, name: &Path, skips: bool) -> Self {
+        let (store, name) = (Arc::clone(store), name.to_owned());
+        Self { store, name, written: Vec::new(), bytes: 0, skips, unreadable: Vec::new() }
+    }
+
+    /// Brings a range of the disk to the copy; `compares` sends only what differs, and zeros are written where `zeroes` says that the
+    /// copy may have something else. Returns the bytes written.
+    fn take(&mut self, disk: &Disk, range: GuestRange, (compares, zeroes): (bool, bool)) -> Result<u64> {
+        let mut bytes = vec![0; range.len as usize];
+        let read = |into: &mut [u8], at| disk.read(GuestOffset::new(at), &[Segment::from_mut(into)]);
+        if self.skips {
+            self.unreadable.extend(read_around(disk.path(), &mut bytes, range.start.get(), read));
+        } else {
+            read(&mut bytes, range.start.get())?;
+        }
+        let mut old = Vec::new();
+        if compares {
+            old.resize(bytes.len(), 0);
+            self.read(&mut old, range)?;
+        }
+        let (mut done, mut written) = (0, 0);
+        while done < bytes.len() {
+            let piece = |at: usize| {
+                let piece = at..(at + PIECE).min(bytes.len());
+                match is_zero(&bytes[piece.clone()]) {
+                    _ if compares && old[piece.clone()] == bytes[piece.clone()] => Piece::Same,
+                    true => Piece::Zero,
+                    false => Piece::Data,
+                }
+            };
+            let (what, mut end) = (piece(done), done);
+            while end < bytes.len() && piece(end) == what {
+                end = (end + PIECE).min(bytes.len());
+            }
+            let at = range.start + done as u64;
+            match what {
+                Piece::Data => {
+                    self.write(&bytes[done..end], at)?;
+                    written += (end - done) as u64;
+                }
+                Piece::Zero if zeroes => self.zero(GuestRange::new(at, (end - done) as u64))?,
+                Piece::Zero | Piece::Same => {}
+            }
+            done = end;
+        }
+        Ok(written)
+    }
+
+    fn write(&mut self, bytes: &[u8], at: GuestOffset) -> Result<()> {
+        let wrote = self.store.write_all(bytes, HostOffset::new(at.get()));
+        wrote.map_err(Error::at_offset(&self.name, "write the copy", at.get()))?;
+        self.written.push((GuestRange::new(at, bytes.len() as u64), blake3::hash(bytes)));
+        self.bytes += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Zeros a range. That is not read back: where it is not the host's or the server's doing, it was written.
+    fn zero(&mut self, range: GuestRange) -> Result<()> {
+        if self.store.punch_hole(HostOffset::new(range.start.get()), range.len).is_ok() {
+            return Ok(());
+        }
+        let zeros = vec![0; STEP.min(range.len) as usize];
+        let mut done = 0;
+        while done < range.len {
+            let part = STEP.min(range.len - done);
+            self.write(&zeros[..part as usize], range.start + done)?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    /// Reads from the copy's storage: what is in memory proves nothing.
+    fn read(&self, into: &mut [u8], range: GuestRange) -> Result<()> {
+        let at = range.start.get();
+        if let Some(file) = self.store.local().and_then(LocalFile::raw) {
+            let _ = rustix::fs::fadvise(file, at, NonZeroU64::new(range.len), Advice::DontNeed);
+        }
+        let read = self.store.read_exact(into, HostOffset::new(at));
+        read.map_err(Error::at_offset(&self.name, "read the copy", at))
+    }
+
+    /// Brings what was written to stable storage, and makes sure that it reads so.
+    fn finish(&mut self) -> Result<()> {
+        self.store.flush().map_err(Error::of_file(&self.name, "flush the copy"))?;
+        self.bytes = 0;
+        for (range, digest) in std::mem::take(&mut self.written) {
+            let mut bytes = vec![0; range.len as usize];
+            self.read(&mut bytes, range)?;
+            if blake3::hash(&bytes) != digest {
+                return Err(Error::Untrue { copy: self.name.clone(), offset: range.start.get() });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Piece {
+    Data,
+    Zero,
+    /// The copy has it.
+    Same,
+}
+
+impl FlatMove {
+    /// Begins to move a disk in use, or goes on with that.
+    ///
+    /// # Errors
+    /// A disk that cannot be moved; a target that is too small, in use, or may have something on it.
+    pub fn begin(disk: &Arc<Disk>, options: &FlatOptions) -> Result<Self> {
+        let from =
+            std::path::absolute(disk.path()).map_err(Error::of_file(disk.path(), "find its directory"))?;
+        let to = match Uri::is_meant(&options.to) {
+            true => options.to.clone(),
+            false => {
+                std::path::absolute(&options.to).map_err(Error::of_file(&options.to, "find its directory"))?
+            }
+        };
+        let refused = |why: &str| Error::Refused { disk: from.clone(), to: to.clone(), why: why.to_owned() };
+        if disk.is_read_only() {
+            return Err(refused("it is read-only"));
+        }
+        if disk.format() == Format::Raw {
+            return Err(refused("it is flat already: take a snapshot of it with --convert-raw first"));
+        }
+        if disk.layers().iter().any(|layer| vmstrata_disk::is_published(&layer.path)) {
+            return Err(refused("it is a tiered disk: `vmstrata tier detach` makes it an ordinary one"));
+        }
+        let size = disk.size();
+        let note = Sending::find(&from)?;
+        let is_begun = note.as_ref().is_some_and(|note| note.to == to);
+        let is_new = !Uri::is_meant(&to) && to.symlink_metadata().is_err();
+        let is_file = is_new || fs::metadata(&to).is_ok_and(|about| about.is_file());
+        if !is_new && !is_begun {
+            if is_file {
+                return Err(Error::Exists { path: to });
+            }
+            if !options.overwrite {
+                return Err(refused("everything on it would be overwritten: say so with --yes"));
+            }
+        }
+        // Of a switch that did not come to its end.
+        forget_moved(&from);
+        if is_new {
+            let made = fs::File::options().write(true).create_new(true).open(&to).and_then(|file| {
+                vmstrata_disk::copy_access(&from, &file).map_err(io::Error::other)?;
+                file.set_len(size)?;
+                file.sync_all()
+            });
+            made.map_err(Error::of_file(&to, "make the copy"))?;
+            flush_directory(&directory_of(&to))?;
+        }
+        let cache = Role::Active(options.open.cache);
+        let target = Files::new(Arc::clone(&options.open.opener)).open(&to, cache, &Gate::unrestricted())?;
+        let len = target.store.len().map_err(Error::of_file(&to, "find its size"))?;
+        if len < size {
+            return Err(Error::NoRoom { to, free: len, needed: size });
+        }
+        if len > size && is_file {
+            return Err(Error::Exists { path: to });
+        }
+        let note = match note {
+            Some(note) if is_begun => note,
+            _ => Sending::begin(&from, &to)?,
+        };
+        tracing::info!(disk = %from.display(), to = %to.display(), goes_on = is_begun, "moves to a flat copy");
+        Ok(Self {
+            disk: Arc::clone(disk),
+            open: options.open.clone(),
+            size,
+            phase: Phase::Copying,
+            copy: Copy::new(&target.store, &to, options.skip_unreadable),
+            from,
+            to,
+            target: Some(target),
+            note,
+            compares: is_begun && !is_new,
+            zeroes: !is_new,
+            pass: None,
+            rate: 0,
+            pace: None,
+        })
+    }
+}
+
+impl Move for FlatMove {
+    fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    fn report(&self) -> Report {
+        Report {
+            phase: self.phase,
+            from: self.from.clone(),
+            to: self.to.clone(),
+            left_bytes: match &self.pass {
+                _ if self.phase == Phase::Whole => 0,
+                Some(pass) => pass.bytes.saturating_sub(pass.done),
+                None => self.disk.layers().iter().map(|layer| allocated(&layer.path)).sum(),
+            },
+            kept_until_ns: None,
+            froze: self.note.froze.clone(),
+            slowed_to: self.pace,
+            is_flat: true,
+            unreadable: self.copy.unreadable.clone(),
+        }
+    }
+
+    fn step(&mut self, most: u64) -> Result<u64> {
+        if self.phase == Phase::Whole {
+            return Ok(0);
+        }
+        if self.disk.size() != self.size {
+            return Err(self.refused("its size has changed since the move began: begin again"));
+        }
+        let Some(pass) = &mut self.pass else {
+            self.freeze()?;
+            self.pass = Some(Pass::of_all(self.newest_state()?));
+            return Ok(0);
+        };
+        if self.copy.bytes >= BATCH {
+            self.copy.finish()?;
+        }
+        let (mut written, mut looked) = (0, 0);
+        while written < most && looked < LOOK {
+            let how = (self.compares, self.zeroes);
+            let Some(Wanted { range, reads_zero }) =
+                pass.next((most - written).max(PIECE as u64).min(STEP), how)?
+            else {
+                self.copy.finish()?;
+                self.end_pass()?;
+                break;
+            };
+            looked += range.len;
+            let is_first = pass.number == 0;
+            if reads_zero && !self.compares {
+                self.copy.zero(range)?;
+            } else {
+                let how = (self.compares && is_first, self.zeroes || !is_first);
+                written += self.copy.take(&pass.state, range, how)?;
+            }
+        }
+        Ok(written)
+    }
+}
+
+impl FlatMove {
+    fn refused(&self, why: &str) -> Error {
+        Error::Refused { disk: self.from.clone(), to: self.to.clone(), why: why.to_owned() }
+    }
+
+    /// Decides what comes after a pass.
+    fn end_pass(&mut self) -> Result<()> {
+        let Some(Pass { number, bytes, done, began, .. }) = self.pass else { return Ok(()) };
+        let left = bytes_of(&self.disk.own_extents()?);
+        let took = began.elapsed().max(Duration::from_millis(1));
+        self.rate = self.rate.max((done as f64 / took.as_secs_f64()) as u64);
+        let most = ((self.rate as f64 * HELD.as_secs_f64()) as u64).max(LEFT_MIN);
+        if left <= most {
+            return self.switch();
+        }
+        if number >= PASSES_MAX {
+            let why = "it is written to faster than it can be copied, however much its writes are slowed";
+            return Err(self.refused(why));
+        }
+        // What the first pass leaves is not what the guest writes while little is copied.
+        if number > 0 && left > bytes / 2 {
+            self.slow();
+        }
+        self.next_pass()
+    }
+
+    fn next_pass(&mut self) -> Result<()> {
+        let Some(Pass { number, state, .. }) = self.pass.take() else { return Ok(()) };
+        self.freeze()?;
+        let next = self.newest_state()?;
+        // Others may have taken snapshots, too.
+        let mut layers: Vec<PathBuf> = next.layers().into_iter().map(|layer| layer.path).collect();
+        let at = layers.iter().position(|layer| layer == state.path());
+        layers.drain(..=at.ok_or_else(|| self.refused("its layers were merged meanwhile: begin again"))?);
+        self.pass = Some(Pass::of_layers(number + 1, next, &layers)?);
+        Ok(())
+    }
+
+    /// The state below what takes the writes. Its tables are in its files.
+    fn newest_state(&self) -> Result<Arc<Disk>> {
+        let newest = newest_frozen(&self.disk).ok_or_else(|| self.refused("it has no frozen layer"))?;
+        // It may be a snapshot that another takes at this moment: that has come to its end once this returns.
+        self.disk.finalize()?;
+        Ok(self.disk.open_state(&newest)?)
+    }
+
+    /// Slows the guest's writes to half of what the copy does, and to half of that with each time.
+    fn slow(&mut self) {
+        let pace = (self.pace.unwrap_or(self.rate) / 2).max(PACE_MIN);
+        self.pace = Some(pace);
+        self.disk.pace(Pace::BytesPerSecond(pace));
+        tracing::info!(disk = %self.from.display(), bytes_per_second = pace, "its writes are slowed, so that its move ends");
+    }
+
+    fn let_run(&mut self) {
+        if self.pace.take().is_some() {
+            self.disk.pace(Pace::Free);
+        }
+    }
+
+    /// Freezes what takes the writes.
+    fn freeze(&mut self) -> Result<()> {
+        let taken_ns = now_ns();
+        let name = format!("move-{taken_ns}");
+        self.note.add_froze(&name)?;
+        let labels = vec![(MOVE_LABEL.to_owned(), String::new())];
+        let info = SnapshotInfo { name, taken_ns, labels, ..SnapshotInfo::default() };
+        self.disk.snapshot(&info)?;
+        Ok(())
+    }
+
+    /// Has the guest write to the target from now on.
+    fn switch(&mut self) -> Result<()> {
+        let Some(target) = self.target.take() else { return Err(self.refused("begin again")) };
+        let identity = target.identity;
+        let mut newest_first: Vec<PathBuf> =
+            self.disk.layers().into_iter().rev().map(|layer| layer.path).collect();
+        let name = format!("move-{}", now_ns());
+        let left = frozen_path(&self.from, &name, Format::Qcow2).expect("it names a file");
+        newest_first[0].clone_from(&left);
+        let options = OpenOptions { format: Some(Format::Raw), ..self.open.clone() };
+        let home = FlatHome { path: self.to.clone(), options, copy: target };
+        let (disk, copy) = (Arc::clone(&self.disk), Copy::new(&self.copy.store, &self.to, self.copy.skips));
+        let switched = self.disk.leave_chain(home, || {
+            if newest_frozen(&disk).as_deref() != self.pass.as_ref().map(|pass| pass.state.path()) {
+                return Err(Error::Changed { layer: self.from.clone() });
+            }
+            copy_last(disk, copy)?;
+            note_moved(&self.from, &self.to, true)?;
+            // Else it would speak of the next disk that has the name.
+            self.note.remove()?;
+            fs::rename(&self.from, &left).map_err(Error::of_file(&self.from, "rename what the disk was"))?;
+            flush_directory(&directory_of(&self.from))
+        });
+        if switched.is_err() && self.from.symlink_metadata().is_ok() {
+            forget_moved(&self.from);
+        }
+        if let Err(Error::Changed { .. }) = switched {
+            // Somebody took a snapshot: there is another layer to copy.
+            self.target = Some(Opened { store: Arc::clone(&self.copy.store), identity });
+            return self.next_pass();
+        }
+        self.let_run();
+        switched?;
+        self.phase = Phase::Whole;
+        note_left(&self.from, &newest_first);
+        Ok(())
+    }
+}
+
+/// The layer below the one that takes the writes.
+fn newest_frozen(disk: &Disk) -> Option<PathBuf> {
+    disk.layers().into_iter().rev().nth(1).map(|layer| layer.path)
+}
+
+fn bytes_of(extents: &[OwnExtent]) -> u64 {
+    extents.iter().map(|extent| extent.range.len).sum()
+}
+
+/// Copies what the active layer has, while writes are held. A target that takes too long is left to its thread, which keeps it locked.
+fn copy_last(disk: Arc<Disk>, mut copy: Copy) -> Result<()> {
+    let target = copy.name.clone();
+    let (done, result) = channel();
+    let mut copied = move || {
+        for OwnExtent { range, .. } in disk.own_extents()? {
+            let mut at = range.start;
+            while at < range.end() {
+                let part = GuestRange::new(at, STEP.min(range.end() - at));
+                copy.take(&disk, part, (false, true))?;
+                at = part.end();
+            }
+        }
+        copy.finish()
+    };
+    thread::spawn(move || {
+        let _ = done.send(copied());
+    });
+    let slow = |_| Err(Error::Slow { target, after: HELD_MAX });
+    result.recv_timeout(HELD_MAX).unwrap_or_else(slow)
+}
