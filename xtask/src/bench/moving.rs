@@ -4,6 +4,8 @@
 //!   guest      random reads and writes without a move, and during one: by vmstrata, and by QEMU in both copy modes
 //!   idle       nobody uses the disk: how fast it moves, beside `cp` and a flush
 //!   busy       a guest writes as fast as it can: what is sent, and for how long writes are held
+//!   estimate   what a job says of its end once a fifth is done, beside when it ends; a guest writes meanwhile
+//!   flat       a guest writes as fast as it can, and the disk goes to stock qemu-nbd
 //!   history    a disk of many snapshots, beside one without of the same bytes
 //!      └──► report (rows beside their bounds) ──► docs/measurements/move.json, docs/move.md
 //! ```
@@ -13,7 +15,7 @@
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -93,6 +95,8 @@ pub fn run(options: &Options) -> Result<Report> {
     beside_a_guest(options, dir.path(), &mut report)?;
     idle(options, dir.path(), &mut report)?;
     busy(options, dir.path(), &mut report)?;
+    estimated(options, dir.path(), &mut report)?;
+    flat(options, dir.path(), &mut report)?;
     history(options, dir.path(), &mut report)?;
     SHOWN.publish(options.publish.as_deref(), &report)?;
     Ok(report)
@@ -145,6 +149,14 @@ impl Mover {
         Ok(command)
     }
 
+    /// For how many ms writes were held, as the lines of the log that have `line` tell.
+    fn pauses(&self, line: &str) -> Result<Vec<f64>> {
+        let log = self.side.server.as_ref().context("a server")?.log();
+        let pauses: Vec<f64> = numbers(&log, line, "pause_us=").iter().map(|us| us / 1000.0).collect();
+        ensure!(!pauses.is_empty(), "the log tells no pause: {log}");
+        Ok(pauses)
+    }
+
     /// Notes that it has moved, and waits until its old files are gone, and so are the states of the move.
     fn moved(&mut self, said: &[u8]) -> Result<Moved> {
         let moved: Moved = serde_json::from_slice(said).context("what the command says")?;
@@ -159,6 +171,12 @@ impl Mover {
         }
         Ok(moved)
     }
+}
+
+/// The fields of a number that a line of the log has.
+fn numbers(log: &str, line: &str, field: &str) -> Vec<f64> {
+    let lines = log.lines().filter(|said| said.contains(line));
+    lines.filter_map(|said| said.split_once(field)?.1.split_whitespace().next()?.parse().ok()).collect()
 }
 
 /// What a guest does: requests a second, and the time in ms that 99 of 100 do not exceed.
@@ -301,19 +319,137 @@ fn busy(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
         sent.push(moved.copied_bytes as f64 / bytes as f64);
         times.push(took.as_secs_f64());
     }
-    let log = own.side.server.as_ref().context("a server")?.log();
-    let pauses: Vec<f64> = log
-        .lines()
-        .filter(|line| line.contains("writes go there from now on"))
-        .filter_map(|line| line.split_once("pause_us=")?.1.split_whitespace().next()?.parse::<f64>().ok())
-        .map(|us| us / 1000.0)
-        .collect();
-    ensure!(!pauses.is_empty(), "the log tells no pause: {log}");
+    let pauses = own.pauses("writes go there from now on")?;
     report.add(Row::median("a guest that writes as fast as it can: time of the move", "s", &times));
     // What it held, and what was written meanwhile: at most all of the disk once more.
     report.add(Row::median("the same: bytes sent / allocated when it began", "", &sent).at_most(2.1));
     report.add(Row::median("writes held at the switch", "ms", &pauses).at_most(10.0));
     own.side.stop()
+}
+
+/// A job, as `vmstrata job list --json` shows it.
+#[derive(Debug, Deserialize)]
+struct Job {
+    state: String,
+    done: u64,
+    total: u64,
+    seconds_left: Option<u64>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Jobs {
+    jobs: Vec<Job>,
+}
+
+/// When the job of a server ends, as it says, in seconds from now; once a fifth of it is done.
+fn foreseen(control: &Path) -> Result<Option<f64>> {
+    let mut list = Command::new(vmstrata());
+    list.args(["job", "list", "--json"]).env("VMSTRATA_CONTROL", control);
+    let jobs: Jobs = serde_json::from_slice(&timed(&mut list)?.0).context("what the command says")?;
+    let running = jobs.jobs.into_iter().find(|job| job.state == "running" && job.done * 5 >= job.total);
+    Ok(running.and_then(|job| job.seconds_left).map(|seconds| seconds as f64))
+}
+
+fn estimated(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
+    let mut own = Mover::new(full(options.size, Kind::Vmstrata, &dir.join("estimate"))?)?;
+    let mut off = Vec::new();
+    for round in 0..options.rounds {
+        settle();
+        // It is said in whole seconds.
+        let mut command = own.command(Some(options.rate / 2))?;
+        let control = own.control()?;
+        let client = &mut own.side.client;
+        let began = Instant::now();
+        let (said, took, end) = thread::scope(|scope| -> Result<_> {
+            let moves = scope.spawn(move || timed(&mut command));
+            let mut end = None;
+            let mut seed = u64::from(round) << 32;
+            while !moves.is_finished() {
+                let access = Access::RandomWrite { round: 0 };
+                let time = Duration::from_millis(100);
+                client.run_timed(&Load { access, fua: true, block: BLOCK, depth: 1, time, seed })?;
+                seed += 1;
+                if end.is_none() {
+                    end = foreseen(&control)?.map(|left| began.elapsed().as_secs_f64() + left);
+                }
+            }
+            let (said, took) = moves.join().expect("no panic")?;
+            Ok((said, took, end))
+        })?;
+        own.moved(&said)?;
+        let end = end.context("the job was over before a fifth of it was seen")?;
+        off.push((end / took.as_secs_f64() - 1.0).abs());
+    }
+    let name = "estimate of the time a move takes, once a fifth is done: off by";
+    report.add(Row::median(name, "", &off).at_most(0.15));
+    own.side.stop()
+}
+
+fn flat(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
+    let (mut times, mut sent, mut pauses) = (Vec::new(), Vec::new(), Vec::new());
+    for round in 0..options.rounds {
+        let dir = dir.join(format!("flat{round}"));
+        let mut own = Mover::new(full(options.size, Kind::Vmstrata, &dir)?)?;
+        let target = Target::start(&dir, options.size)?;
+        own.to = format!("nbd+unix:///?socket={}", target.socket.display()).into();
+        settle();
+        let mut command = own.command(None)?;
+        command.arg("--yes");
+        let client = &mut own.side.client;
+        let (said, took) = thread::scope(|scope| -> Result<_> {
+            let moves = scope.spawn(move || timed(&mut command));
+            let mut seed = u64::from(round) << 32;
+            while !moves.is_finished() {
+                works(client, seed, options.turn / 10)?;
+                seed += 1;
+            }
+            moves.join().expect("no panic")
+        })?;
+        let moved: Moved = serde_json::from_slice(&said).context("what the command says")?;
+        times.push(took.as_secs_f64());
+        sent.push(moved.copied_bytes as f64 / options.size as f64);
+        pauses.extend(own.pauses("moved to a flat copy")?);
+        own.side.stop()?;
+        drop(target);
+        fs::remove_dir_all(&dir)?;
+    }
+    report.add(Row::median(
+        "to qemu-nbd, a guest that writes as fast as it can: time of the move",
+        "s",
+        &times,
+    ));
+    report.add(Row::median("the same: bytes sent / bytes of the disk", "", &sent));
+    report.add(Row::median("the same: writes held at the switch", "ms", &pauses).at_most(10.0));
+    Ok(())
+}
+
+/// A stock NBD server of an empty raw file.
+struct Target {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Target {
+    fn start(dir: &Path, size: u64) -> Result<Self> {
+        let (file, socket) = (dir.join("target.raw"), dir.join("target.sock"));
+        File::create(&file)?.set_len(size)?;
+        let mut command = Command::new("qemu-nbd");
+        let child = command.args(["-t", "-f", "raw", "-k"]).arg(&socket).arg(&file).spawn()?;
+        let target = Self { child, socket };
+        let start = Instant::now();
+        while !target.socket.exists() {
+            ensure!(start.elapsed() < Duration::from_secs(30), "qemu-nbd does not listen");
+            thread::sleep(Duration::from_millis(10));
+        }
+        Ok(target)
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
 }
 
 fn history(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {

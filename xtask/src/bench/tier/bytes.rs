@@ -75,7 +75,8 @@ fn overwriting(stage: &Stage<'_>, report: &mut Report) -> Result<()> {
     let mut side = tiered(stage, "overwriting", stage.options.size)?;
     let mut samples = Vec::new();
     for round in 0..stage.options.rounds {
-        let load = random_writes(round.into(), 8, false, stage.options.turn / 4);
+        // Less than a GiB, which would end the epoch.
+        let load = random_writes(round.into(), 8, false, stage.options.turn / 10);
         side.wait_for_merges()?;
         let outcome = side.client.run_watched(&load, stage.options.size / 16, &mut ())?;
         samples.push(side.ship()? as f64 / distinct_bytes(&outcome) as f64);
