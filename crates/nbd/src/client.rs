@@ -60,6 +60,9 @@ pub struct Client {
     reader: Option<JoinHandle<()>>,
 }
 
+/// The bytes that were asked for, or none.
+type Answer = io::Result<Vec<u8>>;
+
 /// What has been asked for, and not answered.
 #[derive(Debug, Default)]
 struct Waiting(Mutex<Asked>);
@@ -67,7 +70,7 @@ struct Waiting(Mutex<Asked>);
 #[derive(Debug, Default)]
 struct Asked {
     /// Bytes that the answer carries, and who waits for it.
-    requests: HashMap<u64, (usize, SyncSender<io::Result<Vec<u8>>>)>,
+    requests: HashMap<u64, (usize, SyncSender<Answer>)>,
     broken: Option<String>,
 }
 
@@ -116,12 +119,7 @@ impl Client {
     }
 
     /// Sends a request, with its bytes. The answer comes by the receiver.
-    fn send(
-        &self,
-        request: Request,
-        payload: &[Segment<'_>],
-        answer: usize,
-    ) -> io::Result<Receiver<io::Result<Vec<u8>>>> {
+    fn send(&self, request: Request, payload: &[Segment<'_>], answer: usize) -> io::Result<Receiver<Answer>> {
         let cookie = self.cookie.fetch_add(1, Ordering::Relaxed);
         let (done, result) = sync_channel(1);
         {
@@ -185,7 +183,7 @@ impl Client {
     }
 }
 
-fn answered(part: &Receiver<io::Result<Vec<u8>>>) -> io::Result<Vec<u8>> {
+fn answered(part: &Receiver<Answer>) -> Answer {
     part.recv().unwrap_or_else(|_| Err(broken("its thread has ended")))
 }
 

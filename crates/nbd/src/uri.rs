@@ -1,11 +1,12 @@
 //! Where an export is: `nbd://HOST[:PORT]/NAME` or `nbd+unix:///NAME?socket=PATH`.
 
+use std::ffi::OsString;
 use std::fmt;
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
-use url::Url;
-use url::form_urlencoded::parse as parse_query;
+use vmstrata_types::percent_decode;
 
 /// The port of NBD, which an address need not say.
 const PORT: u16 = 10_809;
@@ -57,27 +58,37 @@ impl Uri {
 
     fn parse(text: &str) -> Result<Self, UriError> {
         let wrong = |why| UriError { text: text.to_owned(), why };
-        let url = Url::parse(text).map_err(|_| wrong("is no address"))?;
-        let socket =
-            || parse_query(url.query().unwrap_or_default().as_bytes()).find(|(key, _)| key == "socket");
-        let place = match url.scheme() {
-            "nbd" => {
-                let host =
-                    url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| wrong("names no host"))?;
-                // As the resolver wants addresses of IPv6.
-                Place::Tcp(host.trim_matches(['[', ']']).to_owned(), url.port().unwrap_or(PORT))
-            }
+        let decoded = |text: &str| percent_decode(text).filter(|bytes| !bytes.contains(&0));
+        let (scheme, rest) = text.split_once(":").expect("it is meant as an address");
+        let rest = rest.strip_prefix("//").ok_or_else(|| wrong("names no host"))?;
+        let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+        let (host, name) = rest.split_once('/').unwrap_or((rest, ""));
+        let place = match scheme {
+            "nbd" => Place::tcp(host).ok_or_else(|| wrong("names no host, or no port after it"))?,
             "nbd+unix" => {
-                let (_, path) = socket().ok_or_else(|| wrong("names no socket"))?;
-                Place::Unix(PathBuf::from(path.into_owned()))
+                let socket = query.split('&').find_map(|pair| pair.strip_prefix("socket=")).and_then(decoded);
+                Place::Unix(OsString::from_vec(socket.ok_or_else(|| wrong("names no socket"))?).into())
             }
             _ => return Err(wrong("asks for TLS or vsock, which cannot be had here")),
         };
-        let name = url.path().strip_prefix('/').unwrap_or_default();
-        let name = parse_query(format!("n={}", name.replace('+', "%2B").replace('&', "%26")).as_bytes())
-            .next()
-            .map_or_else(String::new, |(_, name)| name.into_owned());
-        Ok(Self { place, export: name, text: text.to_owned() })
+        let export = decoded(name).and_then(|name| String::from_utf8(name).ok());
+        let export = export.ok_or_else(|| wrong("has a name that no export can have"))?;
+        Ok(Self { place, export, text: text.to_owned() })
+    }
+}
+
+impl Place {
+    /// Of `HOST`, `HOST:PORT` or, of IPv6, `[ADDRESS]:PORT`.
+    fn tcp(text: &str) -> Option<Self> {
+        let (host, port) = match text.strip_prefix('[') {
+            Some(address) => address.split_once(']')?,
+            None => text.split_at(text.find(':').unwrap_or(text.len())),
+        };
+        let port = match port {
+            "" => PORT,
+            port => port.strip_prefix(':')?.parse().ok()?,
+        };
+        (!host.is_empty()).then(|| Self::Tcp(host.to_owned(), port))
     }
 }
 
@@ -111,6 +122,10 @@ mod tests {
         assert_eq!(parsed("nbd+unix:///web"), Err("names no socket"));
         assert_eq!(parsed("nbds://nas/web"), Err("asks for TLS or vsock, which cannot be had here"));
         assert_eq!(parsed("nbd:nas"), Err("names no host"));
+        for wrong in ["nbd://", "nbd:///web", "nbd://nas:99999/web", "nbd://[::1/web", "nbd://nas:/web"] {
+            assert_eq!(parsed(wrong), Err("names no host, or no port after it"), "{wrong}");
+        }
+        assert_eq!(parsed("nbd://nas/%00"), Err("has a name that no export can have"));
         assert_eq!(Uri::of(Path::new("/vms/nbd:web")), None);
     }
 }

@@ -10,7 +10,7 @@ mod path_text;
 pub mod time;
 mod told;
 
-pub use path_text::{path_from_text, path_to_text, percent_encode};
+pub use path_text::{path_from_text, path_to_text, percent_decode, percent_encode};
 pub use told::told;
 
 use std::fmt;

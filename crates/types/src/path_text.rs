@@ -41,7 +41,8 @@ pub fn percent_encode(bytes: &[u8]) -> String {
     encoded
 }
 
-fn percent_decode(text: &str) -> Option<Vec<u8>> {
+/// The same the other way; `None` where a `%` has no two digits behind it.
+pub fn percent_decode(text: &str) -> Option<Vec<u8>> {
     let (plain, rest) = text.split_once('%').unwrap_or((text, ""));
     let mut bytes = plain.as_bytes().to_vec();
     for part in rest.split('%').filter(|_| plain.len() < text.len()) {
