@@ -48,7 +48,7 @@ use crate::zero::{Purpose, ZERO_CHUNK};
 use state::{Service, State};
 
 pub use attached::{AttachedWriter, HasWriter};
-pub use flat::{FlatHome, OwnExtent};
+pub use flat::FlatHome;
 pub use home::NewHome;
 pub use index::Indexing;
 pub(crate) use merge::Running;

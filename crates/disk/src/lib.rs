@@ -96,8 +96,8 @@ pub use chain::{DetectZeroes, OpenOptions, Unflushed};
 pub use check::{CheckOptions, check};
 pub use create::{CreateOptions, create, create_on};
 pub use disk::{
-    AttachedWriter, Disk, FlatHome, HasWriter, Indexing, NewHome, OwnExtent, ResizeFault, Resized, Shrink,
-    Taken, Together, snapshot_together,
+    AttachedWriter, Disk, FlatHome, HasWriter, Indexing, NewHome, ResizeFault, Resized, Shrink, Taken,
+    Together, snapshot_together,
 };
 pub use error::{Error, ErrorKind, IoContext, Result};
 pub use extents::{Extent, ExtentKind};

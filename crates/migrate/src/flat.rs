@@ -25,8 +25,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::Advice;
 use vmstrata_disk::snapshot::{MOVE_LABEL, SnapshotInfo, frozen_path, note_left, now_ns};
 use vmstrata_disk::{
-    Disk, FlatHome, Format, OpenOptions, Opened, Opener as _, OwnExtent, Pace, Role, directory_of,
-    own_clusters,
+    Disk, FlatHome, Format, OpenOptions, Opened, Opener as _, Pace, Role, directory_of, own_clusters,
 };
 use vmstrata_nbd::{Files, Uri};
 use vmstrata_store::{Gate, LocalFile, Segment, Store, is_zero};
@@ -462,7 +461,7 @@ impl FlatMove {
     /// Decides what comes after a pass.
     fn end_pass(&mut self) -> Result<()> {
         let Some(Pass { number, bytes, done, began, .. }) = self.pass else { return Ok(()) };
-        let left = bytes_of(&self.disk.own_extents()?);
+        let left = bytes_of(&self.disk.own_ranges()?);
         let took = began.elapsed().max(Duration::from_millis(1));
         self.rate = self.rate.max((done as f64 / took.as_secs_f64()) as u64);
         let most = ((self.rate as f64 * HELD.as_secs_f64()) as u64).max(LEFT_MIN);
@@ -569,8 +568,8 @@ fn newest_frozen(disk: &Disk) -> Option<PathBuf> {
     disk.layers().into_iter().rev().nth(1).map(|layer| layer.path)
 }
 
-fn bytes_of(extents: &[OwnExtent]) -> u64 {
-    extents.iter().map(|extent| extent.range.len).sum()
+fn bytes_of(ranges: &[GuestRange]) -> u64 {
+    ranges.iter().map(|range| range.len).sum()
 }
 
 /// Copies what the active layer has, while writes are held. A target that takes too long is left to its thread, which keeps it locked.
@@ -578,7 +577,7 @@ fn copy_last(disk: Arc<Disk>, mut copy: Copy) -> Result<()> {
     let target = copy.name.clone();
     let (done, result) = channel();
     let mut copied = move || {
-        for OwnExtent { range, .. } in disk.own_extents()? {
+        for range in disk.own_ranges()? {
             let mut at = range.start;
             while at < range.end() {
                 let part = GuestRange::new(at, STEP.min(range.end() - at));

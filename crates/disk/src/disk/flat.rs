@@ -1,7 +1,7 @@
 //! A disk in use leaves its chain for a flat copy of it: a raw file, a device, or anything else that is a store.
 //!
 //! Whoever makes the copy brings what frozen layers hold there while the guest goes on, and reads what the active layer has with
-//! [`Disk::own_extents`]. The last of that is copied while writes are held. From then on the copy is the disk's only layer.
+//! [`Disk::own_ranges`]. The last of that is copied while writes are held. From then on the copy is the disk's only layer.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -19,20 +19,10 @@ use crate::active::Active;
 use crate::active::session::{end_session, session_ended};
 use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extents::ExtentKind;
 use crate::flusher::Flusher;
 use crate::layers::{Layers, RawTop, Top};
 use crate::merging::MergeFault;
 use crate::opener::Opened;
-
-/// Bytes that the active layer answers for, whatever lies below it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct OwnExtent {
-    /// Which bytes.
-    pub range: GuestRange,
-    /// [`ExtentKind::Data`], [`ExtentKind::Compressed`] or [`ExtentKind::Zero`].
-    pub kind: ExtentKind,
-}
 
 /// Where a disk goes that leaves its chain.
 #[derive(Debug)]
@@ -62,13 +52,13 @@ impl Disk {
     ///
     /// # Errors
     /// Tables that cannot be read; a disk that takes no writes.
-    pub fn own_extents(&self) -> Result<Vec<OwnExtent>> {
+    pub fn own_ranges(&self) -> Result<Vec<GuestRange>> {
         let _guard = self.epochs.enter();
         let layers = self.layers_now();
         let whole = GuestRange::new(GuestOffset::ZERO, layers.size);
         match &layers.top {
-            Top::Qcow2(active) => own_extents(active, whole).map_err(|error| error.in_file(self.path())),
-            Top::Raw(_) => Ok(vec![OwnExtent { range: whole, kind: ExtentKind::Data }]),
+            Top::Qcow2(active) => own_ranges(active, whole).map_err(|error| error.in_file(self.path())),
+            Top::Raw(_) => Ok(vec![whole]),
             Top::Frozen => Err(Error::from(ErrorKind::ReadOnly).in_file(self.path())),
         }
     }
@@ -135,16 +125,16 @@ impl Disk {
     }
 }
 
-fn own_extents(active: &Active, whole: GuestRange) -> Result<Vec<OwnExtent>> {
+fn own_ranges(active: &Active, whole: GuestRange) -> Result<Vec<GuestRange>> {
     let geometry = &active.tables.geometry;
     let (bits, unit) = (geometry.cluster_bits, geometry.unit());
-    let mut found: Vec<OwnExtent> = Vec::new();
-    let mut add = |from: u64, len: u64, kind: ExtentKind| {
+    let mut found: Vec<GuestRange> = Vec::new();
+    let mut add = |from: u64, len: u64| {
         let len = len.min(whole.end().get().saturating_sub(from));
         match found.last_mut() {
-            Some(last) if last.kind == kind && last.range.end().get() == from => last.range.len += len,
+            Some(last) if last.end().get() == from => last.len += len,
             _ if len == 0 => {}
-            _ => found.push(OwnExtent { range: GuestRange::new(GuestOffset::new(from), len), kind }),
+            _ => found.push(GuestRange::new(GuestOffset::new(from), len)),
         }
     };
     let (mut cluster, end) = (0, whole.len.div_ceil(bits.size()));
@@ -156,20 +146,12 @@ fn own_extents(active: &Active, whole: GuestRange) -> Result<Vec<OwnExtent>> {
         let at = cluster << bits.get();
         match active.decode(cluster, active.entry(cluster)?)? {
             L2Entry::Unallocated => {}
-            L2Entry::Data { .. } => add(at, bits.size(), ExtentKind::Data),
-            L2Entry::Compressed { .. } => add(at, bits.size(), ExtentKind::Compressed),
-            L2Entry::Zero { .. } => add(at, bits.size(), ExtentKind::Zero),
+            L2Entry::Data { .. } | L2Entry::Compressed { .. } | L2Entry::Zero { .. } => add(at, bits.size()),
             L2Entry::Subclusters { states, .. } => {
-                let (mut first, all) = (0, 1 << (bits.get() - unit.get()));
-                while first < all {
-                    let (state, count) = states.run(first);
-                    let (from, len) = (at + (u64::from(first) << unit.get()), u64::from(count) << unit.get());
-                    match state {
-                        SubclusterState::Allocated => add(from, len, ExtentKind::Data),
-                        SubclusterState::Zero => add(from, len, ExtentKind::Zero),
-                        SubclusterState::Unallocated => {}
+                for (first, count, state) in states.runs() {
+                    if state != SubclusterState::Unallocated {
+                        add(at + (u64::from(first) << unit.get()), u64::from(count) << unit.get());
                     }
-                    first += count;
                 }
             }
         }
