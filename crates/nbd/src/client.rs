@@ -83,7 +83,7 @@ impl Client {
         let socket = Arc::new(reach(&uri.place)?);
         set_socket_timeout(&socket, Timeout::Recv, Some(GREETING))?;
         set_socket_timeout(&socket, Timeout::Send, Some(GREETING))?;
-        let found = Greeting { socket: &socket }.take(&uri.export)?;
+        let found = Greeting { socket: &socket }.take(&uri.export).map_err(of_greeting)?;
         set_socket_timeout(&socket, Timeout::Recv, None)?;
         set_socket_timeout(&socket, Timeout::Send, None)?;
         let refused = |why: &str| Err(io::Error::new(io::ErrorKind::Unsupported, why.to_owned()));
@@ -318,6 +318,18 @@ impl From<crate::DecodeError> for io::Error {
     fn from(error: crate::DecodeError) -> Self {
         Self::new(io::ErrorKind::InvalidData, error)
     }
+}
+
+/// One that lets a single client in has the others wait.
+fn of_greeting(error: io::Error) -> io::Error {
+    let is_late = error.kind() == io::ErrorKind::WouldBlock;
+    let late = || {
+        io::Error::new(
+            io::ErrorKind::TimedOut,
+            "the NBD server has not greeted in 10 s: does it serve another client?",
+        )
+    };
+    if is_late { late() } else { error }
 }
 
 fn unexpected(what: &str) -> io::Error {
