@@ -308,6 +308,13 @@ impl Disk {
         self.layers_now().describe()
     }
 
+    /// The same, with their generation, when the files of the frozen ones hold all that the layers do. What was active before a snapshot
+    /// is frozen before its tables are in its file. Waits for snapshots.
+    pub fn whole_layers(&self) -> (u64, Vec<LayerInfo>) {
+        let _changing = self.change();
+        (self.generation(), self.layers())
+    }
+
     /// Whether the map answers for `len` bytes at `at` from memory. For measurements.
     #[inline]
     pub fn map_hit(&self, at: GuestOffset, len: u64) -> bool {

@@ -15,7 +15,7 @@ use common::stock::{assert_clean, content, path_str, qemu_img};
 use common::{for_seeds, open, open_read_only, random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::merge::{
-    Action, Direction, Kept, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,
+    Action, Direction, Kept, Merge, MergeFault, MergeOptions, MergeRange, Merged, Removal, ranges_of,
 };
 use vmstrata_disk::snapshot::{self, SnapshotInfo, list};
 use vmstrata_disk::{Disk, Error, Format, Op, OpenOptions, ResourceOptions, Resources, snapshot_together};
@@ -525,7 +525,12 @@ fn a_disk_in_use_moves_to_chains_that_read_the_same() {
                 below = over;
             }
             (0..4).for_each(|_| history.change(&mut random));
-            history.disk.rebase(&lowest, &below, Format::Qcow2).unwrap();
+            let on = history.states[layer - 1].0.clone();
+            for wrong in [&on, &lowest] {
+                let stands = history.disk.rebase(&history.path, Some(wrong), (&below, Format::Qcow2));
+                assert!(matches!(stands.unwrap_err().fault(), Some(MergeFault::LayersChanged)), "{wrong:?}");
+            }
+            history.disk.rebase(&lowest, Some(&on), (&below, Format::Qcow2)).unwrap();
             (0..4).for_each(|_| history.change(&mut random));
             assert_reads(&history.disk, &history.model, "after it");
             assert_clean(&lowest);
@@ -551,7 +556,7 @@ fn the_lowest_layer_is_not_rebased() {
     history.snapshot();
     let lowest = history.states[0].0.clone();
     for layer in [&lowest, &dir.path().join("other.qcow2")] {
-        history.disk.rebase(layer, &lowest, Format::Qcow2).unwrap_err();
+        history.disk.rebase(layer, None, (&lowest, Format::Qcow2)).unwrap_err();
     }
     history.check("as before");
 }

@@ -12,6 +12,7 @@ use common::faulty::FaultyFiles;
 use common::flat::{assert_reads, assert_same, pattern, read, write};
 use common::stock::{assert_clean, content};
 use common::{open_with, random, scratch};
+use vmstrata_disk::merge::MergeFault;
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{CreateOptions, Disk, Error, Format, NewHome, OpenOptions, create};
 use vmstrata_store::{FaultPlan, FileError};
@@ -130,6 +131,22 @@ fn a_move_that_is_refused_changes_nothing() {
     write(&disk, 0, &[7; 512]).unwrap();
     plan.go(&disk).unwrap();
     assert_eq!(read(&disk, 0, 512).unwrap(), [7; 512]);
+    disk.close().unwrap();
+}
+
+/// What the guest wrote before the snapshot would be gone: the overlay stands on another file.
+#[test]
+fn a_snapshot_just_before_a_move_is_seen() {
+    let dir = scratch();
+    let plan = Move::new(dir.path());
+    let disk = open_with(&plan.path, &OpenOptions::default());
+    plan.prepare();
+    disk.snapshot(&SnapshotInfo { name: "mon".to_owned(), ..SnapshotInfo::default() }).unwrap();
+    write(&disk, 0, &[7; 512]).unwrap();
+    let refused = disk.move_to(&plan.to, || -> Result<(), Error> { panic!("nothing is published") });
+    assert!(matches!(refused.unwrap_err().fault(), Some(MergeFault::LayersChanged)));
+    assert_eq!((disk.path(), disk.layers().len()), (&*plan.path, 2));
+    write(&disk, 512, &[8; 512]).unwrap();
     disk.close().unwrap();
 }
 

@@ -29,8 +29,8 @@ pub struct Plan {
     pub layers: Vec<PlannedLayer>,
     /// Bytes of the layer that takes the writes; 0 if that lies there.
     pub active_bytes: u64,
-    /// The lowest layer at the target whose backing file is elsewhere. The move ends by giving it the copy as backing file.
-    pub(crate) stands_elsewhere: Option<PathBuf>,
+    /// The lowest layer at the target whose backing file is elsewhere, and that file. The move gives it the copy as backing file.
+    pub(crate) stands_elsewhere: Option<(PathBuf, PathBuf)>,
 }
 
 impl Plan {
@@ -39,7 +39,14 @@ impl Plan {
     /// # Errors
     /// A chain that cannot be copied file by file.
     pub fn of(disk: &Disk, to: &Path) -> Result<Self> {
-        Self::of_files(disk.layers().into_iter().map(|layer| (layer.path, layer.format)), to)
+        Ok(Self::with_generation(disk, to)?.1)
+    }
+
+    /// The same, with the generation of the disk's layers.
+    pub(crate) fn with_generation(disk: &Disk, to: &Path) -> Result<(u64, Self)> {
+        let (generation, layers) = disk.whole_layers();
+        let files = layers.into_iter().map(|layer| (layer.path, layer.format));
+        Ok((generation, Self::of_files(files, to)?))
     }
 
     /// The same of the files of a chain, and their formats, from the lowest up.
@@ -55,7 +62,7 @@ impl Plan {
         let mut below: Option<(PathBuf, Format)> = None;
         for (file, format) in files {
             if is_there(&file) {
-                plan.note_there(&file);
+                plan.note_there(&file, below.as_ref().filter(|(below, _)| !is_there(below)));
                 below = Some((file, format));
                 continue;
             }
@@ -68,7 +75,7 @@ impl Plan {
             });
         }
         if is_there(&active) {
-            plan.note_there(&active);
+            plan.note_there(&active, below.as_ref().filter(|(below, _)| !is_there(below)));
         } else {
             why_not(&active, format)?.map_or(Ok(()), |why| Err(refused(why)))?;
             plan.active_bytes = allocated(&active);
@@ -76,10 +83,10 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Notes a layer that lies at the target.
-    fn note_there(&mut self, file: &Path) {
-        if self.stands_elsewhere.is_none() && !self.layers.is_empty() {
-            self.stands_elsewhere = Some(file.to_owned());
+    /// Notes a layer that lies at the target, and the layer below it if that does not.
+    fn note_there(&mut self, file: &Path, below: Option<&(PathBuf, Format)>) {
+        if let (None, Some((below, _))) = (&self.stands_elsewhere, below) {
+            self.stands_elsewhere = Some((file.to_owned(), below.clone()));
         }
     }
 

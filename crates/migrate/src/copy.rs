@@ -21,8 +21,9 @@ use std::thread::{self, JoinHandle};
 
 use rustix::fs::{Advice, SeekFrom, Timespec, Timestamps};
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 use vmstrata_disk::copy_access;
-use vmstrata_store::{FileId, Place, is_zero};
+use vmstrata_store::{FileId, Place, Planted, is_zero};
 
 use crate::error::{Error, Result};
 
@@ -89,6 +90,20 @@ impl Seen {
     }
 }
 
+/// The same, as a journal has it. The number of a file system may be another after a reboot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Source {
+    inode: u64,
+    len: u64,
+    modified: (i64, i64),
+}
+
+impl Source {
+    pub(crate) fn of(about: &fs::Metadata) -> Self {
+        Self { inode: about.ino(), len: about.len(), modified: (about.mtime(), about.mtime_nsec()) }
+    }
+}
+
 /// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct LayerCopy {
@@ -120,6 +135,7 @@ pub(crate) struct Whole {
     pub(crate) len: u64,
     pub(crate) sent: u64,
     pub(crate) unreadable: Vec<Unreadable>,
+    pub(crate) source: Source,
 }
 
 impl LayerCopy {
@@ -153,12 +169,13 @@ impl LayerCopy {
     pub(crate) fn go_on(&mut self, most: u64) -> Result<u64> {
         let (mut written, mut looked) = (0, 0);
         while written < most && looked < LOOK {
-            let Some(at) = next_data(&self.source, self.at).map_err(Error::at_offset(
+            let found = next_data(&self.source, self.at).map_err(Error::at_offset(
                 &self.from,
                 "look for data",
                 self.at,
-            ))?
-            else {
+            ))?;
+            // A layer that has grown is copied again.
+            let Some(at) = found.filter(|at| *at < self.seen.len) else {
                 self.at = self.seen.len;
                 break;
             };
@@ -239,7 +256,7 @@ impl LayerCopy {
         let part = &self.part;
         self.target.set_len(self.seen.len).map_err(Error::of_file(part, "set the copy's length"))?;
         copy_access(&self.from, &self.target)?;
-        self.target.sync_all().map_err(Error::of_file(part, "flush the copy"))?;
+        self.flush()?;
         let digest = self.digest.finalize().to_hex().to_string();
         let back = self.back.take().map_or_else(|| Ok(Digest::default()), ReadBack::end);
         let read = back
@@ -260,19 +277,28 @@ impl LayerCopy {
             digest,
             len: self.seen.len,
             sent: self.sent,
+            source: Source::of(&about),
             unreadable: std::mem::take(&mut self.unreadable),
         })
     }
 
-    /// Gives the copy, which is whole, its name. `rename_backing` is done to it before.
-    pub(crate) fn name(&self, rename_backing: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-        rename_backing(&self.part)?;
-        // Of the layer: what is known of a chain compares times first.
-        let modified = Timespec { tv_sec: self.seen.modified.0, tv_nsec: self.seen.modified.1 };
-        let times = Timestamps { last_access: modified, last_modification: modified };
-        rustix::fs::futimens(&self.target, &times)
-            .map_err(Error::of_file(&self.part, "set the copy's time"))?;
-        self.target.sync_all().map_err(Error::of_file(&self.part, "flush the copy"))?;
+    fn flush(&self) -> Result<()> {
+        if Planted::UnflushedCopy.is_there() {
+            return Ok(());
+        }
+        self.target.sync_all().map_err(Error::of_file(&self.part, "flush the copy"))
+    }
+
+    /// Gives the copy, which is whole, its name. `rename_backing` is done to it before, and says whether it has changed it.
+    pub(crate) fn name(&self, rename_backing: impl FnOnce(&Path) -> Result<bool>) -> Result<()> {
+        // Of the layer: what is known of a chain compares times first. It names other files than a changed one stands on.
+        if !rename_backing(&self.part)? {
+            let modified = Timespec { tv_sec: self.seen.modified.0, tv_nsec: self.seen.modified.1 };
+            let times = Timestamps { last_access: modified, last_modification: modified };
+            rustix::fs::futimens(&self.target, &times)
+                .map_err(Error::of_file(&self.part, "set the copy's time"))?;
+        }
+        self.flush()?;
         // Never over another file.
         let named = Place::of(&self.part).and_then(|part| part.rename_new(&Place::of(&self.to)?));
         match named {
@@ -399,6 +425,12 @@ fn read_padded(file: &File, mut into: &mut [u8], mut at: u64) -> io::Result<()> 
         }
     }
     Ok(())
+}
+
+/// Brings a file that may be another's to stable storage, with its name.
+pub(crate) fn flush_file(path: &Path) -> Result<()> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(Error::of_file(path, "flush"))?;
+    flush_directory(path.parent().unwrap_or(Path::new(".")))
 }
 
 /// Brings the names in a directory to stable storage.

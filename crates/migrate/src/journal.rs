@@ -6,8 +6,8 @@
 //!   /a/.web.qcow2.sending  lines of JSON: that a flat copy was begun, and where; gone once the disk has moved
 //! ```
 //!
-//! A line counts when it is on stable storage, and what it tells is, too. A last line that is torn tells nothing. That the disk has moved is told
-//! by its paths alone: the old one is gone.
+//! A line counts when it is on stable storage, and what it tells is, too. What is torn at its end tells nothing. That the disk has moved is told
+//! by its old path: it is gone. Once the journal says so, too, another disk may have that path.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use vmstrata_nbd::Uri;
 use vmstrata_types::{path_from_text, path_to_text};
 
-use crate::copy::flush_directory;
+use crate::copy::{Source, flush_directory};
 use crate::error::{Error, Result};
 
 const VERSION: u32 = 1;
@@ -47,11 +47,14 @@ enum Line {
         /// Offsets and lengths of what could not be read.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         unreadable: Vec<(u64, u64)>,
+        #[serde(default)]
+        source: Option<Source>,
     },
     /// A state that is in the history for the sake of the move only.
     Froze {
         name: String,
     },
+    Switched,
     Whole {
         time_ns: u64,
     },
@@ -63,8 +66,17 @@ pub(crate) struct Copied {
     pub(crate) to: PathBuf,
     pub(crate) len: u64,
     pub(crate) digest: String,
+    /// `None` in journals of programs that did not note it.
+    pub(crate) source: Option<Source>,
     /// What of the layer could not be read: offsets and lengths.
     pub(crate) unreadable: Vec<(u64, u64)>,
+}
+
+impl Copied {
+    /// Whether the layer still is what was copied.
+    pub(crate) fn is_of(&self, layer: &Path) -> bool {
+        fs::metadata(layer).is_ok_and(|now| self.source == Some(Source::of(&now)))
+    }
 }
 
 /// The journal beside the new path of a disk.
@@ -72,6 +84,10 @@ pub(crate) struct Copied {
 pub(crate) struct Journal {
     path: PathBuf,
     file: File,
+    /// Bytes of whole lines.
+    len: u64,
+    /// Whether more follows them, of a line that could not be written.
+    is_torn: bool,
     /// The old path.
     pub(crate) from: PathBuf,
     /// Seconds for which the source is kept.
@@ -80,6 +96,8 @@ pub(crate) struct Journal {
     pub(crate) copied: HashMap<PathBuf, Copied>,
     /// Names of states that the move made.
     pub(crate) froze: Vec<String>,
+    /// Whether it is known that the old path is not the disk any more, whatever is there.
+    pub(crate) has_switched: bool,
     /// When the disk needed its old directory no more.
     pub(crate) whole_ns: Option<u64>,
     pub(crate) sent: u64,
@@ -108,74 +126,82 @@ fn journal_of(disk: &Path) -> PathBuf {
 }
 
 impl Journal {
-    /// Begins that of a move from `from` to `to`.
+    /// Begins that of a move from `from` to `to`. It has its name once its first line is on stable storage.
     pub(crate) fn begin(from: &Path, to: &Path, keep_s: u64) -> Result<Self> {
-        let path = journal_of(to);
-        let file = File::options().append(true).create_new(true).mode(PRIVATE).open(&path);
-        let file = file.map_err(Error::of_file(&path, "make the journal"))?;
-        let mut journal = Self {
-            path,
-            file,
-            from: from.to_owned(),
-            keep_s,
-            copied: HashMap::new(),
-            froze: Vec::new(),
-            whole_ns: None,
-            sent: 0,
-        };
+        let (path, draft) = (journal_of(to), note_beside(to, ".moving.new"));
+        let mut options = File::options();
+        let file = options.append(true).create(true).mode(PRIVATE);
+        let file = open_own(&draft, file).and_then(|file| file.set_len(0).map(|()| file));
+        let file = file.map_err(Error::of_file(&draft, "make the journal"))?;
+        let mut journal = Self::new(path, file, (path_to_text(from), keep_s));
         journal.append(&[Line::Begin { version: VERSION, from: path_to_text(from), keep_s }])?;
+        fs::rename(&draft, &journal.path).map_err(Error::of_file(&journal.path, "name the journal"))?;
         flush_directory(to.parent().unwrap_or(Path::new(".")))?;
         Ok(journal)
     }
 
-    /// That of the disk whose new path is `to`, if there is one.
+    fn new(path: PathBuf, file: File, (from, keep_s): (String, u64)) -> Self {
+        Self {
+            path,
+            file,
+            len: 0,
+            is_torn: false,
+            from: path_from_text(&from),
+            keep_s,
+            copied: HashMap::new(),
+            froze: Vec::new(),
+            has_switched: false,
+            whole_ns: None,
+            sent: 0,
+        }
+    }
+
+    /// That of the disk whose new path is `to`, if there is one. Whoever goes on with the move writes it.
     ///
     /// # Errors
     /// A file that is none.
     pub(crate) fn find(to: &Path) -> Result<Option<Self>> {
         let path = journal_of(to);
-        let mut text = String::new();
+        let mut text = Vec::new();
         let mut file = match open_own(&path, File::options().read(true).append(true)) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(Error::of_file(&path, "open the journal")(error)),
         };
-        file.read_to_string(&mut text).map_err(Error::of_file(&path, "read the journal"))?;
+        file.read_to_end(&mut text).map_err(Error::of_file(&path, "read the journal"))?;
         let wrong = |why: &str| Error::Journal { path: path.clone(), why: why.to_owned() };
-        // What is torn at the end was never answered for.
-        let whole = text.rfind('\n').map_or("", |end| &text[..=end]);
-        let mut lines = whole.lines().map(serde_json::from_str::<Line>);
-        let Some(Ok(Line::Begin { version: VERSION, from, keep_s })) = lines.next() else {
+        let (mut lines, mut len) = (Vec::new(), 0);
+        for line in text.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n")) {
+            match serde_json::from_slice::<Line>(line) {
+                Ok(line) => lines.push(line),
+                Err(error) if error.is_data() => return Err(wrong(&error.to_string())),
+                // A power failure left some sectors of what was written last, which was never answered for.
+                Err(_) => break,
+            }
+            len += line.len();
+        }
+        let mut lines = lines.into_iter();
+        let Some(Line::Begin { version: VERSION, from, keep_s }) = lines.next() else {
             return Err(wrong("its first line is of no version that this program knows"));
         };
-        if whole.len() < text.len() {
-            file.set_len(whole.len() as u64).map_err(Error::of_file(&path, "mend the journal"))?;
-        }
-        let mut journal = Self {
-            path: path.clone(),
-            file,
-            from: path_from_text(&from),
-            keep_s,
-            copied: HashMap::new(),
-            froze: Vec::new(),
-            whole_ns: None,
-            sent: 0,
-        };
-        for line in lines {
-            journal.apply(line.map_err(|error| wrong(&error.to_string()))?);
-        }
+        let mut journal = Self::new(path.clone(), file, (from, keep_s));
+        journal.len = len as u64;
+        // Another process may be writing there: who goes on with the move takes it away.
+        journal.is_torn = len < text.len();
+        lines.for_each(|line| journal.apply(line));
         Ok(Some(journal))
     }
 
     fn apply(&mut self, line: Line) {
         match line {
             Line::Begin { .. } => {}
-            Line::Copied { from, name, len, digest, sent, unreadable } => {
+            Line::Copied { from, name, len, digest, sent, source, unreadable } => {
                 let to = self.path.with_file_name(path_from_text(&name));
                 self.sent += sent;
-                self.copied.insert(path_from_text(&from), Copied { to, len, digest, unreadable });
+                self.copied.insert(path_from_text(&from), Copied { to, len, digest, source, unreadable });
             }
             Line::Froze { name } => self.froze.push(name),
+            Line::Switched => self.has_switched = true,
             Line::Whole { time_ns } => self.whole_ns = Some(time_ns),
         }
     }
@@ -186,8 +212,19 @@ impl Journal {
             serde_json::to_writer(&mut text, line).expect("text and numbers");
             text.push(b'\n');
         }
-        let written = self.file.write_all(&text).and_then(|()| self.file.sync_data());
-        written.map_err(Error::of_file(&self.path, "write the journal"))
+        let mut write = || {
+            // What follows a torn line could not be read.
+            if self.is_torn {
+                self.file.set_len(self.len)?;
+            }
+            self.is_torn = true;
+            self.file.write_all(&text)?;
+            self.file.sync_data()
+        };
+        write().map_err(Error::of_file(&self.path, "write the journal"))?;
+        self.is_torn = false;
+        self.len += text.len() as u64;
+        Ok(())
     }
 
     fn add(&mut self, lines: Vec<Line>) -> Result<()> {
@@ -204,6 +241,7 @@ impl Journal {
             len: copied.len,
             digest: copied.digest,
             sent,
+            source: copied.source,
             unreadable: copied.unreadable,
         };
         self.add(layers.into_iter().map(line).collect())
@@ -211,6 +249,11 @@ impl Journal {
 
     pub(crate) fn add_froze(&mut self, name: &str) -> Result<()> {
         self.add(vec![Line::Froze { name: name.to_owned() }])
+    }
+
+    /// Notes that the disk is not at its old path any more, which is on stable storage.
+    pub(crate) fn add_switched(&mut self) -> Result<()> {
+        self.add(vec![Line::Switched])
     }
 
     pub(crate) fn add_whole(&mut self, time_ns: u64) -> Result<()> {
@@ -261,13 +304,17 @@ pub struct Moved {
     pub is_raw: bool,
 }
 
-/// Where the disk is whose path was `path`, if it moved: nothing is at the path, and a note beside it says where to.
+/// Where the disk is whose path was `path`, if it moved: nothing is at the path, and a note beside it says where to. What a killed move
+/// left at its target before the switch is not the disk: that is where it was.
 pub fn moved_to(path: &Path) -> Option<Moved> {
     let mut at = Moved { path: path.to_owned(), is_raw: false };
     for _ in 0..FOLLOWED_MAX {
         let found = at.path.symlink_metadata();
         let is_gone = found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
         if !is_gone || Uri::is_meant(&at.path) {
+            if let Some(from) = not_moved(&at.path) {
+                at = Moved { path: from, is_raw: false };
+            }
             return (at.path != path).then_some(at);
         }
         let note = open_own(&note_beside(&at.path, ".moved"), File::options().read(true)).ok()?;
@@ -346,6 +393,13 @@ impl Sending {
     }
 }
 
+/// The old path of a disk that was about to move to `to` when its process was killed. That it is there says so; later it may be another's.
+fn not_moved(to: &Path) -> Option<PathBuf> {
+    let journal = Journal::find(to).ok()??;
+    let is_old = !journal.has_switched && journal.from.symlink_metadata().is_ok();
+    is_old.then_some(journal.from)
+}
+
 /// The old path of the disk at `path`, if it came here by a move, and the files that it came from are kept.
 ///
 /// # Errors
@@ -355,9 +409,68 @@ pub fn came_from(path: &Path) -> Result<Option<PathBuf>> {
 }
 
 /// The directory in which layers of the disk at `path` may still lie, which has moved there and is not whole yet: it must be allowed for
-/// backing files.
+/// backing files. That the disk's old path is gone is on stable storage when this returns.
 pub fn source_directory(path: &Path) -> Option<PathBuf> {
     let journal = Journal::find(path).ok()??;
-    let is_left = journal.whole_ns.is_none();
-    is_left.then(|| journal.from.parent().map(Path::to_owned))?
+    if journal.whole_ns.is_some() || not_moved(path).is_some() {
+        return None;
+    }
+    let directory = journal.from.parent()?;
+    // A process may have been killed before it did. A power failure would bring the old path back, without what is written from now on.
+    let flushed = if journal.has_switched { Ok(()) } else { flush_directory(directory) };
+    match flushed {
+        Ok(()) => Some(directory.to_owned()),
+        Err(error) => {
+            tracing::error!(%error, disk = %path.display(), "has moved, and cannot be used before its old directory is flushed");
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn begun(dir: &Path) -> Journal {
+        Journal::begin(Path::new("/old/web.qcow2"), &dir.join("web.qcow2"), 600).unwrap()
+    }
+
+    /// Also what a process that was killed had begun under another name.
+    #[test]
+    fn a_journal_has_its_name_once_it_is_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let draft = dir.path().join(".web.qcow2.moving.new");
+        let mut half =
+            File::options().write(true).create(true).truncate(false).mode(PRIVATE).open(&draft).unwrap();
+        half.write_all(b"{\"begin\":{\"ver").unwrap();
+        assert!(Journal::find(&dir.path().join("web.qcow2")).unwrap().is_none());
+        begun(dir.path());
+        let found = Journal::find(&dir.path().join("web.qcow2")).unwrap().unwrap();
+        assert_eq!((found.from, draft.exists()), (PathBuf::from("/old/web.qcow2"), false));
+    }
+
+    /// As on a file system that is full for a while.
+    #[test]
+    fn a_line_that_could_not_be_written_does_not_spoil_the_next() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = begun(dir.path());
+        journal.add_froze("one").unwrap();
+        let torn: [&[u8]; 3] =
+            [b"{\"froze\":{\"na", b"{\"froze\":{\"na", b"\0\0\0\0\"}}\n{\"froze\":{\"name\":\"two\"}}\n"];
+        for (round, torn) in torn.into_iter().enumerate() {
+            journal.file.write_all(torn).unwrap();
+            if round == 0 {
+                journal.is_torn = true;
+            } else {
+                // By another process, or before a power failure.
+                journal = Journal::find(&dir.path().join("web.qcow2")).unwrap().unwrap();
+            }
+            journal.add_froze("other").unwrap();
+        }
+        let found = Journal::find(&dir.path().join("web.qcow2")).unwrap().unwrap();
+        assert_eq!(
+            (found.froze, found.is_torn),
+            (["one", "other", "other"].map(str::to_owned).into(), false)
+        );
+    }
 }

@@ -2,12 +2,13 @@
 
 use std::fmt;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use vmstrata_disk::merge::{CollectOptions, Orphan, collect};
+use vmstrata_disk::merge::{CollectOptions, MergeFault, Orphan, collect};
 use vmstrata_disk::snapshot::{
     MOVE_LABEL, SnapshotInfo, frozen_path, move_holds, note_left, now_ns, rename_backing,
 };
@@ -15,10 +16,10 @@ use vmstrata_disk::{
     Disk, Format, LocalFiles, NewHome, OpenOptions, Opener as _, Role, directory_of, own_clusters,
     probe_layer,
 };
-use vmstrata_store::Gate;
+use vmstrata_store::{FileId, Gate, Planted};
 
 use crate::chain::{Plan, PlannedLayer, check_room, names_of};
-use crate::copy::{LayerCopy, Unreadable, Whole, allocated, digest_at, flush_directory};
+use crate::copy::{LayerCopy, Source, Unreadable, Whole, allocated, digest_at, flush_directory, flush_file};
 use crate::error::{Error, Result};
 use crate::journal::{Copied, Journal, forget_moved, note_moved};
 
@@ -27,7 +28,7 @@ const BATCH: usize = 64;
 const BATCH_BYTES: u64 = 256 << 20;
 /// At the same time.
 const ABREAST: usize = 8;
-/// So many layers may be changed while they are copied.
+/// So many layers may be changed while they are copied, or snapshots be taken just before the disk stands on another.
 const CHANGED_MAX: u32 = 64;
 
 /// How a disk moves.
@@ -142,8 +143,8 @@ fn finish_all(mut copies: Vec<Copy>) -> Vec<Result<Whole>> {
 fn finish((_, copy, below): &mut Copy) -> Result<Whole> {
     let whole = copy.finish()?;
     copy.name(|part| match below {
-        Some((below, format)) => Ok(rename_backing(part, below, *format).map(drop)?),
-        None => Ok(()),
+        Some((below, format)) => Ok(rename_backing(part, below, *format)?),
+        None => Ok(false),
     })?;
     Ok(whole)
 }
@@ -184,7 +185,7 @@ pub struct Moving {
     rest: u64,
     /// Bytes of the layer that was frozen last.
     frozen_bytes: Option<u64>,
-    /// Layers that were changed while they were copied.
+    /// See [`CHANGED_MAX`].
     changed: u32,
 }
 
@@ -238,7 +239,7 @@ impl Moving {
             None if to.symlink_metadata().is_ok() => return Err(Error::Exists { path: to }),
             None => None,
         };
-        let plan = (disk.generation(), Plan::of(disk, &directory)?);
+        let plan = Plan::with_generation(disk, &directory)?;
         let is_copied = |layer: &PlannedLayer| {
             let known = journal.as_ref().is_some_and(|journal| journal.copied.contains_key(&layer.from));
             known || is_likely_there(layer, &directory)
@@ -251,6 +252,7 @@ impl Moving {
         tracing::info!(disk = %from.display(), to = %to.display(), bytes = plan.1.bytes(), "moves");
         let mut moving = Self::new(disk, &options.open, (to, directory), journal);
         (moving.plan, moving.rest, moving.skips) = (plan, options.rest, options.skip_unreadable);
+        moving.forget_changed();
         Ok(moving)
     }
 
@@ -265,7 +267,25 @@ impl Moving {
             directory_of(&to).canonicalize().map_err(Error::of_file(&to, "find its directory"))?;
         let mut moving = Self::new(disk, open, (to, directory), journal);
         moving.look()?;
+        moving.forget_changed();
         Ok(Some(moving))
+    }
+
+    /// Copies again what is another file than was copied by an earlier process, or before a merge, and what stands on it.
+    fn forget_changed(&mut self) {
+        if self.journal.whole_ns.is_some() || Planted::TrustedCopy.is_there() {
+            return;
+        }
+        let Self { plan: (_, plan), journal, .. } = self;
+        let is_other = |layer: &PlannedLayer| {
+            journal.copied.get(&layer.from).is_some_and(|copied| !copied.is_of(&layer.from))
+        };
+        let first = plan.layers.iter().position(is_other).unwrap_or(plan.layers.len());
+        for layer in &plan.layers[first..] {
+            if journal.copied.remove(&layer.from).is_some() {
+                tracing::info!(layer = %layer.from.display(), "has changed since it was copied, or what it stands on: it is copied again");
+            }
+        }
     }
 
     fn new(
@@ -299,9 +319,8 @@ impl Moving {
 
     /// Looks at the disk's layers, if they are others by now.
     fn look(&mut self) -> Result<()> {
-        let generation = self.disk.generation();
-        if self.plan.0 != generation {
-            self.plan = (generation, Plan::of(&self.disk, &self.directory)?);
+        if self.plan.0 != self.disk.generation() {
+            self.plan = Plan::with_generation(&self.disk, &self.directory)?;
         }
         Ok(())
     }
@@ -338,6 +357,10 @@ impl Move for Moving {
     }
 
     fn step(&mut self, most: u64) -> Result<u64> {
+        if self.phase() == Phase::Rest && !self.journal.has_switched {
+            flush_directory(&directory_of(&self.journal.from))?;
+            self.journal.add_switched()?;
+        }
         if let Some((layer, mut copy)) = self.current.take() {
             // A copy that is given up here is found again by its file.
             let bytes = copy.go_on(most)?;
@@ -406,7 +429,10 @@ impl Moving {
             let there = digest_at(&to)?;
             if digest.as_ref() == Some(&there) {
                 tracing::info!(layer = %to.display(), "is there already");
-                let copied = Copied { to, len: about.len(), digest: there, unreadable: Vec::new() };
+                // A move that was killed, or whoever made it, may not have flushed it.
+                flush_file(&to)?;
+                let (source, unreadable) = (Some(Source::of(&about)), Vec::new());
+                let copied = Copied { to, len: about.len(), digest: there, source, unreadable };
                 return self.journal.add_copied(vec![(layer.from, copied, 0)]);
             }
         }
@@ -477,9 +503,13 @@ impl Moving {
         let (mut done, mut failed) = (Vec::new(), None);
         for (layer, to, result) in finishing.end() {
             match result {
-                Ok(Whole { digest, len, sent, unreadable }) => {
+                Ok(Whole { digest, len, sent, source, unreadable }) => {
                     let unreadable = unreadable.iter().map(|bad| (bad.offset, bad.len)).collect();
-                    done.push((layer.from, Copied { to, len, digest, unreadable }, sent));
+                    done.push((
+                        layer.from,
+                        Copied { to, len, digest, source: Some(source), unreadable },
+                        sent,
+                    ));
                 }
                 // Such as by a job that gives old layers their indexes: it is read again.
                 Err(Error::Changed { layer }) if self.changed < CHANGED_MAX => {
@@ -534,7 +564,7 @@ impl Moving {
         let switched = made.and_then(|()| {
             self.disk.move_to(&home, || {
                 fs::remove_file(&from).map_err(Error::of_file(&from, "remove the disk's old name"))?;
-                flush_directory(&old)
+                if Planted::LateRemoval.is_there() { Ok(()) } else { flush_directory(&old) }
             })
         });
         match switched {
@@ -547,22 +577,40 @@ impl Moving {
                 Ok(())
             }
             Err(error) => {
-                if from.symlink_metadata().is_ok() {
-                    let _ = fs::remove_file(&self.to);
+                // While the overlay is there, what it stands on says that it is not the disk.
+                if from.symlink_metadata().is_ok() && is_removed(&self.to) {
                     let _ = fs::remove_file(&frozen);
                     forget_moved(&from);
                 }
-                Err(error)
+                self.unless_changed(error)
             }
+        }
+    }
+
+    /// A snapshot that was taken meanwhile is no error: the disk's layers are looked at again.
+    fn unless_changed(&mut self, error: Error) -> Result<()> {
+        let is_change = |error: &vmstrata_disk::Error| {
+            matches!(error.fault(), Some(MergeFault::LayersChanged)) && self.changed < CHANGED_MAX
+        };
+        match error {
+            Error::Disk(error) if is_change(&error) => {
+                self.changed += 1;
+                Ok(())
+            }
+            error => Err(error),
         }
     }
 
     /// Has what lies at the target stand on the copies alone.
     fn stand(&mut self) -> Result<()> {
-        if let Some(layer) = self.plan.1.stands_elsewhere.clone() {
-            let below = self.plan.1.layers.last().expect("it stands on one of them");
-            let copy = self.journal.copied.get(&below.from).expect("all are copied");
-            self.disk.rebase(&layer, &copy.to, below.format)?;
+        if let Some((layer, from)) = self.plan.1.stands_elsewhere.clone()
+            && !Planted::HastyWhole.is_there()
+        {
+            let format = self.plan.1.layers.iter().find(|layer| layer.from == from).map(|layer| layer.format);
+            let copy = self.journal.copied.get(&from).expect("all are copied");
+            let rebased =
+                self.disk.rebase(&layer, Some(&from), (&copy.to, format.expect("it is to be copied")));
+            return rebased.or_else(|error| self.unless_changed(error.into()));
         }
         for (layer, copied) in &self.journal.copied {
             move_holds(layer, &copied.to)?;
@@ -615,7 +663,6 @@ fn is_likely_there(layer: &PlannedLayer, to: &Path) -> bool {
 
 /// Takes back what a switch left that did not come to its end: the old path is the disk still.
 fn undo_half_switch(from: &Path, to: &Path, plan: &Plan) -> Result<()> {
-    use std::os::unix::fs::MetadataExt as _;
     let remove =
         |path: &Path| fs::remove_file(path).map_err(Error::of_file(path, "remove what a killed move left"));
     if to.symlink_metadata().is_ok() {
@@ -627,22 +674,25 @@ fn undo_half_switch(from: &Path, to: &Path, plan: &Plan) -> Result<()> {
         }
         remove(to)?;
     }
-    let about = fs::metadata(from).map_err(Error::of_file(from, "examine the disk"))?;
-    if about.nlink() > 1 {
-        let in_chain = |path: &Path| plan.layers.iter().any(|layer| layer.from == path);
-        let entries = fs::read_dir(directory_of(from)).map_err(Error::of_file(from, "read its directory"))?;
-        for entry in entries.flatten() {
-            let path = entry.path();
-            let is_second =
-                entry.metadata().is_ok_and(|other| (other.dev(), other.ino()) == (about.dev(), about.ino()));
-            let is_ours = entry.file_name().to_string_lossy().contains(".move-");
-            if is_second && is_ours && path != from && !in_chain(&path) {
-                remove(&path)?;
-            }
+    // Snapshots may have been taken since: the second name may be that of a layer by now.
+    let chain: Vec<&Path> = plan.layers.iter().map(|layer| &*layer.from).chain([from]).collect();
+    let files: Vec<FileId> = chain.iter().filter_map(|path| FileId::at(path)).collect();
+    let entries = fs::read_dir(directory_of(from)).map_err(Error::of_file(from, "read its directory"))?;
+    for entry in entries.flatten() {
+        let path = entry.path();
+        let is_ours = entry.file_name().to_string_lossy().contains(".move-");
+        if is_ours && !chain.contains(&&*path) && FileId::at(&path).is_some_and(|file| files.contains(&file))
+        {
+            remove(&path)?;
         }
     }
     forget_moved(from);
     Ok(())
+}
+
+/// Removes a file; returns whether there is none.
+fn is_removed(path: &Path) -> bool {
+    fs::remove_file(path).map_or_else(|error| error.kind() == ErrorKind::NotFound, |()| true)
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {

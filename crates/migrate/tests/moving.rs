@@ -16,9 +16,11 @@ use common::flat::{assert_reads, assert_same, pattern, read, write};
 use common::stock::{assert_clean, content, path_str, qemu_img};
 use common::{for_seeds, open_with, random, scratch, small_resources};
 use rand::Rng as _;
+use vmstrata_disk::merge::{Direction, Merge, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::snapshot::{self, SnapshotInfo, list};
-use vmstrata_disk::{Disk, OpenOptions};
+use vmstrata_disk::{Disk, NewHome, OpenOptions};
 use vmstrata_migrate::{Error, Move as _, MoveOptions, Moving, Phase, source_directory};
+use vmstrata_types::LayerIndex;
 
 const SIZE: u64 = 16 << 20;
 const BLOCK: usize = 4096;
@@ -340,6 +342,68 @@ fn snapshots_that_are_taken_on_the_way_move_too_and_stay_held() {
             assert_eq!(found.holds().unwrap().len(), usize::from(name == "s0"));
         }
     });
+}
+
+/// As a merge does, or a retention rule that gives the name of a dropped snapshot to another.
+#[test]
+fn a_layer_that_has_changed_since_it_was_copied_is_copied_again() {
+    for direction in [Direction::Stream, Direction::Commit] {
+        let dir = scratch();
+        let (old, new) = directories(dir.path());
+        let (path, states) = with_history(&old, 3);
+        let disk = open_with(&path, &OpenOptions::default());
+        let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+        while !new.join("web.s2.qcow2").exists() {
+            moving.step(1 << 20).unwrap();
+        }
+        assert_eq!(moving.phase(), Phase::Copying);
+        drop(moving);
+        let index = LayerIndex::new;
+        let dropped = MergeRange { first: index(1), last: index(1) };
+        let merge = MergeOptions { removal: Removal::All, direction, ..MergeOptions::default() };
+        Merge::of_disk(&disk, dropped, &merge).unwrap().run().unwrap();
+        let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+        finish(&mut moving);
+        moving.let_go().unwrap();
+        assert_reads(&disk, &states[3], "moved");
+        disk.close().unwrap();
+        drop(disk);
+        let to = new.join("web.qcow2");
+        assert_same(&content(&to, "qcow2"), &states[3], 0, "to stock tools");
+        for number in [0, 2] {
+            let found = snapshot::find(&to, &format!("s{number}"), &OpenOptions::default()).unwrap();
+            assert_same(&content(&found.layer, "qcow2"), &states[number], 0, "a snapshot");
+        }
+    }
+}
+
+/// Whichever of the two paths somebody knows; also when the disk goes back to a path that others know it by.
+#[test]
+fn what_a_killed_switch_left_is_not_the_disk() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let (path, states) = with_history(&old, 1);
+    let disk = open_with(&path, &OpenOptions::default());
+    let moving = Moving::begin(&disk, &options(&new)).unwrap();
+    drop(moving);
+    let (to, frozen) = (new.join("web.qcow2"), old.join("web.move-1.qcow2"));
+    fs::hard_link(&path, &frozen).unwrap();
+    let home = NewHome { overlay: to.clone(), frozen: frozen.clone(), options: OpenOptions::default() };
+    home.make(&disk, &named("move-1")).unwrap();
+    for snapshots in 0..2 {
+        assert_eq!((moved_to(&to), moved_to(&path)), (Some(path.clone()), None), "{snapshots} snapshots");
+        assert_eq!(source_directory(&to), None, "it is no disk");
+        disk.snapshot(&named("meanwhile")).map_or_else(|_| assert_eq!(snapshots, 1), drop);
+    }
+    let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+    assert!(!to.exists() && !frozen.exists(), "{:?}", files_in(&old));
+    finish(&mut moving);
+    moving.let_go().unwrap();
+    assert_reads(&disk, &states[1], "moved");
+    // Another disk may have the old path.
+    fs::copy(&to, &path).unwrap();
+    assert_eq!(moved_to(&to), None);
+    disk.close().unwrap();
 }
 
 /// A file system of so many bytes, in memory; `None` without the right to mount one.

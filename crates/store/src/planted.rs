@@ -39,6 +39,14 @@ pub enum Planted {
     StaleLoss,
     /// Of a repository that has lost a head, the one before is taken for whole.
     BlindFallback,
+    /// A copy of a layer gets its name before it is flushed.
+    UnflushedCopy,
+    /// What was copied of a layer before is taken for what it holds now.
+    TrustedCopy,
+    /// A disk has moved before its old name is gone for good.
+    LateRemoval,
+    /// A disk is taken for whole before it stands on the copies.
+    HastyWhole,
 }
 
 impl Planted {
@@ -61,6 +69,9 @@ impl Planted {
         Self::StaleLoss,
         Self::BlindFallback,
     ];
+
+    /// Those of a disk that moves.
+    pub const MOVE: [Self; 4] = [Self::UnflushedCopy, Self::TrustedCopy, Self::LateRemoval, Self::HastyWhole];
 
     /// Whether this one is there.
     #[inline]

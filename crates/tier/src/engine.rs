@@ -445,7 +445,7 @@ impl Engine {
         let pin = stand::pin_for(&**self.publisher.repository(), head)?;
         let rebased = self.members.iter().zip(&lowest).try_for_each(|(member, lowest)| {
             let below = self.place.layer(member.place.state(&pin.epoch).newest());
-            member.disk.rebase(lowest, &below, Format::Qcow2)
+            member.disk.rebase(lowest, None, (&below, Format::Qcow2))
         });
         // Some may stand on new layers and some on old ones: it is tried again, and each is kept.
         let pins = stand::pins_of(&**self.publisher.repository(), self.publisher.head().owner)?;

@@ -61,6 +61,8 @@ impl NewHome {
     pub fn make(&self, disk: &Disk, info: &SnapshotInfo) -> Result<()> {
         let make = || {
             info.check().map_err(vmstrata_qcow2::CreateError::from)?;
+            // While a snapshot is taken, the disk's path leads to another file than the active one.
+            let _changing = disk.change();
             let below = Below::read(disk.path(), disk.active_format()?)?;
             let name = name_from(&self.overlay, &self.frozen)?;
             let image = below.overlay(name, info, self.options.subclusters)?;
@@ -94,8 +96,8 @@ impl Disk {
     /// until the switch go to the frozen file. Returns for how long writes were held. [`Disk::finalize`] completes the move.
     ///
     /// # Errors
-    /// A disk that takes no writes, a raw one, one whose layers are being merged, an overlay that cannot be opened, what `publish`
-    /// reports: nothing has changed, and the overlay can be deleted, unless the disk's name leads elsewhere by then: it takes no more
+    /// [`MergeFault::LayersChanged`] if another file is active than the one that has the name. A disk that takes no writes, a raw one, one
+    /// whose layers are being merged, an overlay that cannot be opened, what `publish` reports: nothing has changed, and the overlay can be deleted, unless the disk's name leads elsewhere by then: it takes no more
     /// writes. The same after a host that cannot flush what was active.
     pub fn move_to<E: From<Error> + fmt::Display>(
         &self,
@@ -110,10 +112,14 @@ impl Disk {
             return Err(Error::from(SnapshotFault::StaysRaw).in_file(self.path()).into());
         }
         let opener = Arc::clone(self.resources.files().opener());
+        let active = self.active_file();
+        // A snapshot may have been taken since the caller gave the file that name.
+        if Some(opener.identity(&to.frozen, &Gate::unrestricted())?.file) != active {
+            return Err(Error::from(MergeFault::LayersChanged).in_file(self.path()).into());
+        }
         opener.flush_name(&to.overlay).map_err(|error| error.in_file(&to.overlay))?;
         let names = NewNames { overlay: &to.overlay, frozen: &to.frozen, path: &to.overlay };
         let switch = Switch::prepare(self, names)?;
-        let active = self.active_file();
         publish().inspect_err(|error| {
             let leads_to = opener.identity(self.path(), &Gate::unrestricted()).ok().map(|found| found.file);
             if leads_to.is_none() || leads_to != active {

@@ -26,13 +26,19 @@ use super::merge::Running;
 
 impl Disk {
     /// Makes the image `below` of that format the backing file of the disk's layer `layer`, a frozen one or the active one. The caller guarantees that the old and the new backing
-    /// chain read the same wherever `layer` and the layers above it have nothing.
+    /// chain read the same wherever `layer` and the layers above it have nothing. A snapshot gives the active layer's name to another: of
+    /// that layer, the caller says what it stands `on`.
     ///
     /// # Errors
-    /// No such layer, or none below it; one that another disk or process uses; a merge that runs; a header without room for the name;
+    /// [`MergeFault::LayersChanged`] if it stands on something else by now. No such layer, or none below it; one that another disk or process uses; a merge that runs; a header without room for the name;
     /// a chain that cannot be read; a host that cannot write. The layer then has the old backing file or the new one.
-    pub fn rebase(self: &Arc<Self>, layer: &Path, below: &Path, format: Format) -> Result<()> {
-        let (mut running, mut copier) = Running::begin_rebase(self, layer, (below, format))?;
+    pub fn rebase(
+        self: &Arc<Self>,
+        layer: &Path,
+        on: Option<&Path>,
+        (below, format): (&Path, Format),
+    ) -> Result<()> {
+        let (mut running, mut copier) = Running::begin_rebase(self, (layer, on), (below, format))?;
         let relinked = running.relink(&mut copier);
         if relinked.is_err() {
             copier.leave(|way| running.wait(way));
@@ -46,12 +52,13 @@ impl Disk {
 impl Running {
     fn begin_rebase(
         disk: &Arc<Disk>,
-        layer: &Path,
+        (layer, on): (&Path, Option<&Path>),
         (below, format): (&Path, Format),
     ) -> Result<(Self, Copier)> {
         let range = |chain: &[ChainFile]| {
             let at = chain.iter().position(|link| link.path == layer).unwrap_or(0);
             match at.checked_sub(1) {
+                Some(last) if on.is_some_and(|on| chain[last].path != on) => Err(MergeFault::LayersChanged),
                 Some(last) => Ok(MergeRange { first: index_of(0), last: index_of(last) }),
                 None => Err(MergeFault::Range { first: 0, last: at, layers: chain.len() }),
             }
