@@ -10,6 +10,7 @@ use std::mem::MaybeUninit;
 use std::path::Path;
 use std::slice;
 
+use crate::faults::FAULTS;
 use crate::mount;
 use crate::shared::{Inode, Kind, Node, Shared};
 use crate::syscall::raw;
@@ -295,6 +296,9 @@ fn read(number: i64, args: [usize; 6]) -> isize {
     };
     if !is_asked_only {
         TASKS.sleep(latency());
+        if let Some(failed) = FAULTS.fails(number, &[libc::EIO], || true) {
+            return failed;
+        }
     }
     let result = kernel();
     let at = if number == libc::SYS_read { 0 } else { args[3] as u64 };
@@ -302,18 +306,23 @@ fn read(number: i64, args: [usize; 6]) -> isize {
     result
 }
 
+/// The memory that a write takes its bytes from.
+fn parts(number: i64, args: [usize; 6]) -> Vec<libc::iovec> {
+    if matches!(number, libc::SYS_write | libc::SYS_pwrite64) {
+        return vec![libc::iovec { iov_base: args[1] as *mut _, iov_len: args[2] }];
+    }
+    // SAFETY: the caller's vectors.
+    unsafe { slice::from_raw_parts(args[1] as *const libc::iovec, args[2]) }.to_vec()
+}
+
+fn len_of(number: i64, args: [usize; 6]) -> usize {
+    parts(number, args).iter().map(|part| part.iov_len).sum()
+}
+
 /// The first bytes of a write's memory, `most` of them if it has so many.
 fn written(number: i64, args: [usize; 6], most: usize) -> Vec<u8> {
-    let is_plain = matches!(number, libc::SYS_write | libc::SYS_pwrite64);
-    let one = [libc::iovec { iov_base: args[1] as *mut _, iov_len: args[2] }];
-    let parts = if is_plain {
-        &one[..]
-    } else {
-        // SAFETY: the caller's vectors.
-        unsafe { slice::from_raw_parts(args[1] as *const libc::iovec, args[2]) }
-    };
     let mut bytes = Vec::new();
-    for part in parts {
+    for part in parts(number, args) {
         let from = bytes.len();
         let take = part.iov_len.min(most - from);
         bytes.resize(from + take, 0);
@@ -324,11 +333,10 @@ fn written(number: i64, args: [usize; 6], most: usize) -> Vec<u8> {
 }
 
 /// Calls that change a file's bytes.
-fn change(number: i64, args: [usize; 6]) -> isize {
-    // SAFETY: as the caller asked.
-    let kernel = || unsafe { raw(number, args) };
+fn change(number: i64, mut args: [usize; 6]) -> isize {
     let Some(inode) = file(args[0]) else {
-        let result = kernel();
+        // SAFETY: as the caller asked.
+        let result = unsafe { raw(number, args) };
         if args[0] > 2 {
             TASKS.wake(On::Descriptor, usize::MAX);
             TASKS.pass();
@@ -336,11 +344,11 @@ fn change(number: i64, args: [usize; 6]) -> isize {
         return result;
     };
     TASKS.sleep(latency());
+    if let Some(failed) = FAULTS.fails_change(number, &mut args) {
+        return failed;
+    }
     let at = match number {
-        libc::SYS_write | libc::SYS_writev => {
-            // SAFETY: no pointers.
-            unsafe { raw(libc::SYS_lseek, [args[0], 0, libc::SEEK_CUR as usize, 0, 0, 0]) as u64 }
-        }
+        libc::SYS_write | libc::SYS_writev => place_of_next(args[0]),
         libc::SYS_ftruncate => args[1] as u64,
         libc::SYS_fallocate => args[2] as u64,
         _ => args[3] as u64,
@@ -349,7 +357,11 @@ fn change(number: i64, args: [usize; 6]) -> isize {
         write_part(number, args, at);
         TASKS.die();
     }
-    let result = kernel();
+    if !matches!(number, libc::SYS_ftruncate | libc::SYS_fallocate) {
+        FAULTS.writes(inode, args[0], (at, len_of(number, args)));
+    }
+    // SAFETY: as the caller asked.
+    let result = unsafe { raw(number, args) };
     let done = result as i64;
     let noted = match number {
         _ if result < 0 => return result,
@@ -372,6 +384,17 @@ fn change(number: i64, args: [usize; 6]) -> isize {
     result
 }
 
+/// Where a write begins that does not say so.
+fn place_of_next(fd: usize) -> u64 {
+    // SAFETY: no pointers.
+    let flags = unsafe { raw(libc::SYS_fcntl, [fd, libc::F_GETFL as usize, 0, 0, 0, 0]) };
+    if flags as c_int & libc::O_APPEND != 0 {
+        return stat_fd(fd).map_or(0, |found| found.st_size as u64);
+    }
+    // SAFETY: no pointers.
+    unsafe { raw(libc::SYS_lseek, [fd, 0, libc::SEEK_CUR as usize, 0, 0, 0]) as u64 }
+}
+
 /// A process that is killed in a write leaves its start.
 fn write_part(number: i64, args: [usize; 6], at: u64) {
     if !matches!(number, libc::SYS_pwrite64 | libc::SYS_pwritev | libc::SYS_pwritev2) {
@@ -390,7 +413,7 @@ fn write_part(number: i64, args: [usize; 6], at: u64) {
     }
 }
 
-fn flush(_number: i64, args: [usize; 6]) -> isize {
+fn flush(call: i64, args: [usize; 6]) -> isize {
     let Some(found) = stat_fd(args[0]) else { return error(libc::EINVAL) };
     let number = number_of(&found);
     let begun = TASKS.note(Kind::Flush, [number as u64, 0, 0, 0], 0, &[]);
@@ -398,6 +421,11 @@ fn flush(_number: i64, args: [usize; 6]) -> isize {
         TASKS.die();
     }
     TASKS.sleep(4 * latency());
+    if let Some(failed) = FAULTS.fails(call, &[libc::EIO], || true) {
+        FAULTS.loses(number, args[0], found.st_size as u64);
+        return failed;
+    }
+    FAULTS.flushed(number);
     let inode = shared().inode(number);
     shared().set_inode(number, Inode { is_unsynced: 0, ..inode });
     TASKS.note(Kind::Ended, [begun, 0, 0, 0], 0, &[]);
@@ -510,6 +538,10 @@ fn open(mut args: [usize; 6]) -> isize {
     let is_unnamed = flags & libc::O_TMPFILE == libc::O_TMPFILE;
     let creates = !is_unnamed && flags & libc::O_CREAT != 0;
     TASKS.sleep(latency());
+    let errors = if creates || is_unnamed { &[libc::EIO, libc::ENOSPC][..] } else { &[libc::EIO] };
+    if let Some(failed) = FAULTS.fails(libc::SYS_openat, errors, || Named::of(args[0], path).is_some()) {
+        return failed;
+    }
     let named = creates.then(|| Named::of(args[0], path)).flatten();
     let was_there = named.is_some() && stat_at(args[0], path, 0).is_some();
     // SAFETY: as the caller asked.
@@ -530,6 +562,10 @@ fn open(mut args: [usize; 6]) -> isize {
 fn rename(number: i64, args: [usize; 6]) -> isize {
     let (from, to) = (path_at(args[1]), path_at(args[3]));
     TASKS.sleep(latency());
+    let errors = [libc::EIO, libc::ENOSPC];
+    if let Some(failed) = FAULTS.fails(number, &errors, || Named::of(args[0], from).is_some()) {
+        return failed;
+    }
     let moved = Found::at(args[0], from);
     // To another name of the same file: nothing happens.
     let is_same = Found::at(args[2], to)
@@ -559,6 +595,11 @@ fn name(number: i64, args: [usize; 6]) -> isize {
         _ => (args[0], path_at(args[1])),
     };
     TASKS.sleep(latency());
+    if let Some(failed) =
+        FAULTS.fails(number, &[libc::EIO, libc::ENOSPC], || Named::of(directory, path).is_some())
+    {
+        return failed;
+    }
     let named = Named::of(directory, path);
     let before = Found::at(directory, path);
     // SAFETY: as the caller asked.
@@ -623,6 +664,9 @@ fn real_time(ns: u64) -> (i64, i64) {
 fn set_times([fd, path, times, ..]: [usize; 6]) -> isize {
     let Some(number) = (path == 0).then(|| file(fd)).flatten() else { return error(libc::ENOSYS) };
     TASKS.pass();
+    if let Some(failed) = FAULTS.fails(libc::SYS_utimensat, &[libc::EIO], || true) {
+        return failed;
+    }
     // SAFETY: two times, or none for now.
     let wanted = (times != 0).then(|| unsafe { (times as *const [libc::timespec; 2]).read()[1] });
     let now = TASKS.now_ns.get();

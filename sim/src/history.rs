@@ -40,10 +40,12 @@ pub enum Deed {
     Revert,
     /// The disk was closed: all that has ended is on stable storage.
     Closed,
+    /// The disk takes no more writes: what is not on stable storage may be lost.
+    Failed,
 }
 
 impl Deed {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Write,
         Self::Zero,
         Self::Discard,
@@ -56,6 +58,7 @@ impl Deed {
         Self::Clone,
         Self::Revert,
         Self::Closed,
+        Self::Failed,
     ];
 
     pub fn of(number: u64) -> Self {
@@ -109,6 +112,10 @@ pub struct History {
     snapshots: BTreeMap<u64, Snapshot>,
     /// Whether the power has failed since the disk was read.
     lost_power: bool,
+    /// Whether the disk has failed.
+    has_failed: bool,
+    /// Whether it had when it was used last, so that its journal may be gone.
+    pub had_failed: bool,
 }
 
 /// A state that is kept.
@@ -141,6 +148,8 @@ impl History {
             flushes: BTreeMap::new(),
             snapshots: BTreeMap::new(),
             lost_power: false,
+            has_failed: false,
+            had_failed: false,
         }
     }
 
@@ -202,7 +211,9 @@ impl History {
         self.clock += 1;
         let now = self.clock;
         let [number, first, second] = args;
+        let may_happen = !self.has_failed;
         let mut begin = |stamp, is_sure| {
+            let is_sure = is_sure && may_happen;
             for sector in &mut self.sectors[first as usize..(first + second) as usize] {
                 sector.push(Write { stamp, number, begun: now, ended: None, is_stable: false, is_sure });
             }
@@ -247,6 +258,10 @@ impl History {
                     .for_each(|newer| newer.is_dropped = true);
             }
             Deed::Closed => self.flushed(now),
+            Deed::Failed => {
+                self.has_failed = true;
+                self.doubt();
+            }
         }
     }
 
@@ -282,6 +297,7 @@ impl History {
     /// The process is dead: what was in flight may be there or not.
     pub fn lose_process(&mut self) {
         self.clock += 1;
+        self.had_failed |= std::mem::take(&mut self.has_failed);
         self.flushes.clear();
         for write in self.sectors.iter_mut().flatten().filter(|write| write.ended.is_none()) {
             (write.ended, write.is_sure) = (Some(self.clock), false);
@@ -291,9 +307,14 @@ impl History {
     /// The host is dead: so may be all that is not stable.
     pub fn lose_power(&mut self) {
         self.lose_process();
+        self.doubt();
+        self.lost_power = true;
+    }
+
+    /// What is not stable may be lost.
+    fn doubt(&mut self) {
         let writes = self.sectors.iter_mut().flatten();
         writes.filter(|write| !write.is_stable).for_each(|write| write.is_sure = false);
-        self.lost_power = true;
     }
 
     /// What was read at the beginning of a life is what the disk holds. After a power failure that is stable; else other writes
@@ -301,6 +322,7 @@ impl History {
     fn seen(&mut self, stamps: &[u64]) {
         let now = self.clock;
         let is_stable = std::mem::take(&mut self.lost_power);
+        self.had_failed = false;
         for (sector, &stamp) in self.sectors.iter_mut().zip(stamps) {
             if is_stable {
                 sector.clear();

@@ -17,6 +17,7 @@ use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
+use crate::faults::FAULTS;
 use crate::tasks::{EPOCH_NS, TASKS};
 use crate::{calls, syscall};
 
@@ -261,6 +262,7 @@ pub unsafe extern "C" fn pthread_create(
     }
     inside(|| {
         let task = TASKS.add();
+        FAULTS.inherit(task);
         let start = Box::into_raw(Box::new(Start { main, argument, task }));
         // SAFETY: as the caller promises; `run_task` takes the box.
         let result = unsafe { create(id, attributes, run_task, start.cast()) };

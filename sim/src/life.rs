@@ -1,20 +1,26 @@
 //! What a simulated process does: it opens a disk that an earlier one left, looks whether that is as it must be, and serves guests
 //! until it dies.
 
-use std::path::PathBuf;
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use vmstrata_disk::merge::{Direction, Merge, MergeFault, MergeOptions, MergeRange, Removal};
-use vmstrata_disk::snapshot::{PrepareOptions, RevertOptions, SnapshotInfo, clone, create, list, revert};
+use vmstrata_disk::snapshot::{
+    PrepareOptions, RevertOptions, SnapshotInfo, clone, create, find, list, revert,
+};
 use vmstrata_disk::{
-    CheckOptions, Completion, Disk, IoQueue, Op, OpenOptions, Request, ResourceOptions, Resources, check,
+    CheckOptions, Completion, Disk, Error, IoQueue, Op, OpenOptions, Request, ResourceOptions, Resources,
+    Unflushed, check,
 };
 use vmstrata_store::{AlignedBuf, CacheMode, Segment, SegmentVec};
 use vmstrata_types::{GuestOffset, GuestRange, LayerIndex};
 
 use crate::history::{Deed, History, Keeps, Look, SECTOR, State};
 use crate::kernel::inside;
+use crate::moves::{Mover, Places, Turn, is_unfinished};
 use crate::random::Random;
 use crate::shared::Kind;
 use crate::tasks::TASKS;
@@ -22,6 +28,8 @@ use crate::tasks::TASKS;
 /// The disk's own directory, and the journals', in that of the host.
 pub const DISKS: &str = "disks";
 pub const JOURNALS: &str = "journals";
+/// Where the disk moves to, and back from.
+pub const OTHER: &str = "other";
 /// Where disks lie that stand on layers of others.
 pub const CLONES: &str = "clones";
 /// The disk.
@@ -35,7 +43,7 @@ const SECTORS_MAX: u64 = 48;
 
 /// The history, which all tasks write, and the log.
 #[derive(Clone)]
-struct Book(Arc<Mutex<History>>);
+pub struct Book(Arc<Mutex<History>>);
 
 impl Book {
     fn history(&self) -> MutexGuard<'_, History> {
@@ -43,7 +51,7 @@ impl Book {
     }
 
     /// Notes a deed, in the history and in the log.
-    fn enter(&self, deed: Deed, args: [u64; 3], stamps: &[u64]) {
+    pub fn enter(&self, deed: Deed, args: [u64; 3], stamps: &[u64]) {
         let mut history = self.history();
         inside(|| {
             history.enter(deed, args, stamps);
@@ -63,7 +71,7 @@ impl Book {
         })
     }
 
-    fn expect<T, E: std::fmt::Display>(&self, what: &str, result: Result<T, E>) -> T {
+    pub fn expect<T, E: std::fmt::Display>(&self, what: &str, result: Result<T, E>) -> T {
         result.unwrap_or_else(|error| inside(|| TASKS.fail(&format!("{what}: {error}"))))
     }
 }
@@ -105,12 +113,14 @@ pub struct Life {
     pub seed: u64,
     /// Whether no process has died with the disk open.
     pub is_first: bool,
+    /// Whether the disk moves.
+    pub moves: bool,
 }
 
 impl Life {
     /// Lives it: never returns.
     pub fn live(self) -> ! {
-        let Self { directory, history, seed, is_first } = self;
+        let Self { directory, history, seed, is_first, moves } = self;
         let random = Random::new(seed);
         let book = Book(Arc::new(Mutex::new(history)));
         let journals = directory.join(JOURNALS);
@@ -122,46 +132,118 @@ impl Life {
             journal_dir: Some(journals.clone()),
         };
         let resources = book.expect("resources", Resources::start(options));
-        let path = directory.join(DISKS).join(DISK);
-        let clones = directory.join(CLONES);
-        let keeper = Keeper { path, journals, clones, resources, book, random };
+        let places = moves.then(|| Places::below(&directory));
+        let path = match &places {
+            Some(places) => book.expect("where the disk is", places.find()),
+            None => directory.join(DISKS).join(DISK),
+        };
+        let at = RefCell::new(At::Closed(path));
+        let keeper =
+            Keeper { directory, at, journals, resources, book, random, places, turn: Turn::default() };
         keeper.check_files(false);
         let disk = keeper.open();
         let guests: Vec<_> = (0..1 + keeper.random.below(3)).map(|_| keeper.start_guest(&disk)).collect();
+        let mover = keeper.start_mover(&disk);
         keeper.keep(&disk);
-        for guest in guests {
-            let ended = guest.join().map_err(|_| "it panicked");
+        for task in guests.into_iter().chain(mover) {
+            let ended = task.join().map_err(|_| "it panicked");
             keeper.book.expect("a guest", ended);
         }
-        if keeper.random.one_in(2) {
+        if keeper.random.one_in(2) && !keeper.has_failed() {
             keeper.book.expect("close", disk.close());
             keeper.book.enter(Deed::Closed, [0; 3], &[]);
+            keeper.at.replace(At::Closed(disk.path().to_owned()));
             drop(disk);
             // Leaks of version 2 images stay until they are asked for.
-            keeper.check_files(is_first);
+            keeper.check_files(is_first && !moves);
             keeper.change_closed();
         }
         inside(|| TASKS.die())
     }
 }
 
+/// Where the disk is.
+enum At {
+    Closed(PathBuf),
+    Open(Arc<Disk>),
+}
+
 /// Who opens the disk, and takes and drops snapshots of it.
 struct Keeper {
-    path: PathBuf,
+    directory: PathBuf,
+    at: RefCell<At>,
     journals: PathBuf,
-    clones: PathBuf,
     resources: Arc<Resources>,
     book: Book,
     random: Random,
+    /// Between which it moves.
+    places: Option<Places>,
+    turn: Turn,
 }
 
 impl Keeper {
-    fn state_path(&self, state: State) -> PathBuf {
+    /// The disk's path of now.
+    fn path(&self) -> PathBuf {
+        match &*self.at.borrow() {
+            At::Closed(path) => path.clone(),
+            At::Open(disk) => disk.path().to_owned(),
+        }
+    }
+
+    /// Whether a fault of the storage has had the disk fail.
+    fn has_failed(&self) -> bool {
+        self.places.is_some() && matches!(&*self.at.borrow(), At::Open(disk) if disk.failure().is_some())
+    }
+
+    /// Whether a move of the closed disk is to be gone on with.
+    fn is_moving(&self) -> bool {
+        self.places.as_ref().is_some_and(|_| Places::source(&self.path()).is_some())
+    }
+
+    /// How the disk's files are looked at.
+    fn options(&self) -> OpenOptions {
+        match &self.places {
+            Some(_) => Places::options(&self.path()),
+            None => OpenOptions::default(),
+        }
+    }
+
+    /// Does something with the disk's path. That may become another one meanwhile.
+    fn at_path<T>(&self, what: impl Fn(&Path) -> Result<T, Error>) -> Result<T, Error> {
+        loop {
+            let path = self.path();
+            let done = what(&path);
+            if done.is_ok() || self.path() == path && path.symlink_metadata().is_ok() {
+                return done;
+            }
+            if self.has_failed() {
+                return done;
+            }
+            // It is just being moved.
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    /// The result, unless the disk has failed.
+    fn expect<T>(&self, what: &str, result: Result<T, Error>) -> Option<T> {
+        match result {
+            Err(_) if self.has_failed() => None,
+            result => Some(self.book.expect(what, result)),
+        }
+    }
+
+    /// The file of a state.
+    fn state_path(&self, state: State) -> Result<PathBuf, Error> {
         let State { number, keeps, .. } = state;
-        match keeps {
-            Keeps::Snapshot => self.path.with_extension(format!("{number}.qcow2")),
-            Keeps::Clone if number % 2 == 0 => self.path.with_file_name(format!("clone-{number}.qcow2")),
-            Keeps::Clone => self.clones.join(format!("clone-{number}.qcow2")),
+        let clone = || format!("clone-{number}.qcow2");
+        match (keeps, &self.places) {
+            (Keeps::Snapshot, None) => Ok(self.path().with_extension(format!("{number}.qcow2"))),
+            (Keeps::Snapshot, Some(_)) => {
+                let found = self.at_path(|path| find(path, &number.to_string(), &Places::options(path)));
+                found.map(|found| found.layer)
+            }
+            (Keeps::Clone, _) if number % 2 == 0 => Ok(self.directory.join(DISKS).join(clone())),
+            (Keeps::Clone, _) => Ok(self.directory.join(CLONES).join(clone())),
         }
     }
 
@@ -180,8 +262,9 @@ impl Keeper {
     fn check_files(&self, no_leaks: bool) {
         let options = CheckOptions { journal_dir: Some(self.journals.clone()), ..CheckOptions::default() };
         let states = self.states().into_iter().filter(|state| state.must_be_there);
-        let paths: Vec<PathBuf> = states.map(|state| self.state_path(state)).collect();
-        for path in paths.iter().chain([&self.path]) {
+        let of = |state| self.book.expect("find a state", self.state_path(state));
+        let paths: Vec<PathBuf> = states.map(of).collect();
+        for path in paths.iter().chain([&self.path()]) {
             let report = self.book.expect("check", check(path, &options));
             if !report.is_safe() || no_leaks && !report.is_clean() {
                 let text = format!("{} is damaged: {report:?}", path.display());
@@ -193,8 +276,16 @@ impl Keeper {
     /// Opens the disk and looks at all of it, and at its snapshots.
     fn open(&self) -> Arc<Disk> {
         let cache = *self.random.pick(&[CacheMode::Host, CacheMode::Host, CacheMode::Direct]);
-        let options = OpenOptions { cache, ..OpenOptions::default() };
-        let disk = self.book.expect("open", Disk::open(&self.path, &options, &self.resources));
+        let had_failed = self.book.history().had_failed;
+        let unflushed = if had_failed { Unflushed::Discard } else { Unflushed::Keep };
+        let options = OpenOptions { cache, unflushed, ..self.options() };
+        let disk = self.book.expect("open", Disk::open(&self.path(), &options, &self.resources));
+        self.at.replace(At::Open(Arc::clone(&disk)));
+        if self.places.is_some() {
+            let book = self.book.clone();
+            disk.when_failed(move |_| book.enter(Deed::Failed, [0; 3], &[]));
+            *self.turn.take() = self.is_moving();
+        }
         self.states().into_iter().for_each(|state| self.look_at(state));
         let stamps = self.read_all(&disk);
         let history = self.book.history();
@@ -215,9 +306,19 @@ impl Keeper {
 
     /// Reads a state, which holds what it held before, or what the disk held when it was taken.
     fn look_at(&self, state: State) {
-        let allow_backing = vec![self.path.with_file_name("")];
+        let allow_backing = match (&self.places, state.keeps) {
+            (Some(_), Keeps::Snapshot) => self.options().allow_backing,
+            (Some(places), Keeps::Clone) => places.directories(),
+            (None, _) => vec![self.directory.join(DISKS)],
+        };
         let options = OpenOptions { read_only: true, allow_backing, ..OpenOptions::default() };
-        let disk = match Disk::open(&self.state_path(state), &options, &self.resources) {
+        let opened = self.state_path(state).and_then(|path| Disk::open(&path, &options, &self.resources));
+        let disk = match opened {
+            // A move has it stand on another layer.
+            Err(error) if self.places.is_some() && is_busy(&error) => {
+                std::thread::sleep(Duration::from_millis(1));
+                return self.look_at(state);
+            }
             Ok(disk) => disk,
             Err(_) if !state.must_be_there => return,
             Err(error) => self.book.expect("open a state", Err(error)),
@@ -237,19 +338,33 @@ impl Keeper {
             .for_each(|state| self.look_at(state));
     }
 
-    fn start_guest(&self, disk: &Arc<Disk>) -> std::thread::JoinHandle<()> {
+    fn start_guest(&self, disk: &Arc<Disk>) -> JoinHandle<()> {
         let (book, disk, random) = (self.book.clone(), Arc::clone(disk), Random::new(self.random.next()));
-        let started = std::thread::Builder::new().spawn(move || Guest::new(book, &disk, random).run());
-        self.book.expect("a guest", started)
+        let may_fail = self.places.is_some();
+        let run = move || Guest::new(book, &disk, (random, may_fail)).run();
+        self.book.expect("a guest", std::thread::Builder::new().spawn(run))
+    }
+
+    /// Starts who moves the disk, if that is so.
+    fn start_mover(&self, disk: &Arc<Disk>) -> Option<JoinHandle<()>> {
+        let places = self.places.clone()?;
+        let (disk, turn, book) = (Arc::clone(disk), self.turn.clone(), self.book.clone());
+        let mover = Mover::new(places, disk, turn, book, Random::new(self.random.next()));
+        Some(self.book.expect("a mover", std::thread::Builder::new().spawn(move || mover.run())))
     }
 
     /// Takes and drops snapshots beside the guests.
     fn keep(&self, disk: &Arc<Disk>) {
         for _ in 0..self.random.below(6) {
             std::thread::sleep(Duration::from_micros(self.random.below(20_000)));
+            let is_moving = self.places.as_ref().map(|_| self.turn.take());
+            if self.has_failed() {
+                return;
+            }
             match self.random.below(7) {
                 0..4 => self.take(Some(disk)),
                 4 => self.clone(),
+                _ if is_moving.as_ref().is_some_and(|is_moving| **is_moving) => {}
                 _ => self.merge(Some(disk)),
             }
         }
@@ -262,12 +377,13 @@ impl Keeper {
         let taken = match disk {
             Some(disk) => disk.snapshot(&info).map(drop),
             None => {
-                let (open, options) = (OpenOptions::default(), PrepareOptions::default());
-                create(std::slice::from_ref(&self.path), &info, &open, &options, &self.resources).map(drop)
+                let (open, options) = (self.options(), PrepareOptions::default());
+                create(&[self.path()], &info, &open, &options, &self.resources).map(drop)
             }
         };
-        self.book.expect("take a snapshot", taken);
-        self.made(number);
+        if self.expect("take a snapshot", taken).is_some() {
+            self.made(number);
+        }
     }
 
     /// Makes a disk of its own of a snapshot, beside the disk or elsewhere.
@@ -280,7 +396,8 @@ impl Keeper {
         let number = self.book.begin(Deed::Clone, snapshot, 0);
         let clones = self.states().into_iter().filter(|state| state.number == number);
         for path in clones.map(|clone| self.state_path(clone)) {
-            let made = clone(&self.path, &snapshot.to_string(), &path, &OpenOptions::default());
+            let path = self.book.expect("a clone's path", path);
+            let made = self.at_path(|disk| clone(disk, &snapshot.to_string(), &path, &self.options()));
             self.book.expect("clone", made);
         }
         self.made(number);
@@ -288,7 +405,7 @@ impl Keeper {
 
     /// Drops one or two layers of the disk, or of the closed one, and looks at states that stay.
     fn merge(&self, disk: Option<&Arc<Disk>>) {
-        let snapshots = self.book.expect("list", list(&self.path, &OpenOptions::default()));
+        let snapshots = self.book.expect("list", list(&self.path(), &self.options()));
         let frozen: Vec<PathBuf> = snapshots.into_iter().rev().map(|snapshot| snapshot.layer).collect();
         if frozen.is_empty() {
             return;
@@ -301,17 +418,19 @@ impl Keeper {
             self.book.enter(Deed::Drop, [number.unwrap_or(0), 0, 0], &[]);
         }
         let direction = *self.random.pick(&[Direction::Auto, Direction::Stream, Direction::Commit]);
-        let options = MergeOptions { removal: Removal::All, direction, ..MergeOptions::default() };
+        let open = self.options();
+        let options = MergeOptions { open, removal: Removal::All, direction, ..MergeOptions::default() };
         let index = |place: usize| LayerIndex::new(place as u16);
         let dropped = MergeRange { first: index(first), last: index(last) };
         let merge = match disk {
             Some(disk) => Merge::of_disk(disk, dropped, &options),
-            None => Merge::new(&self.path, dropped, &options, &self.resources),
+            None => Merge::new(&self.path(), dropped, &options, &self.resources),
         };
         match merge {
             Ok(merge) => drop(self.book.expect("merge", merge.run())),
             // What a revert has left stands on it.
             Err(error) if matches!(error.fault(), Some(MergeFault::NoCommit { .. })) => {}
+            Err(error) if self.places.is_some() && is_unfinished(&error) => {}
             Err(error) => self.book.expect("merge", Err(error)),
         }
         let states = self.states().into_iter().filter(|state| state.must_be_there && state.is_known);
@@ -323,6 +442,7 @@ impl Keeper {
         for _ in 0..self.random.below(3) {
             match self.random.below(3) {
                 0 => self.take(None),
+                _ if self.is_moving() => {}
                 1 => self.merge(None),
                 _ => self.revert(),
             }
@@ -337,10 +457,15 @@ impl Keeper {
         }
         let snapshot = self.random.pick(&known).number;
         let number = self.book.begin(Deed::Revert, snapshot, 0);
-        let reverted = revert(&self.path, &snapshot.to_string(), &RevertOptions::default(), &self.resources);
+        let options = RevertOptions { open: self.options(), ..RevertOptions::default() };
+        let reverted = revert(&self.path(), &snapshot.to_string(), &options, &self.resources);
         self.book.expect("revert", reverted);
         self.book.enter(Deed::Ended, [number, 1, 0], &[]);
     }
+}
+
+fn is_busy(error: &Error) -> bool {
+    matches!(error.fault(), Some(MergeFault::Busy))
 }
 
 /// A request under way.
@@ -366,6 +491,9 @@ enum Flight {
 struct Guest {
     book: Book,
     queue: IoQueue,
+    disk: Arc<Disk>,
+    /// Whether the disk may fail.
+    may_fail: bool,
     random: Random,
     flying: Vec<Flying>,
     /// Memory of requests that have ended. It is used again, as a guest's is, and never freed.
@@ -375,10 +503,15 @@ struct Guest {
 }
 
 impl Guest {
-    fn new(book: Book, disk: &Arc<Disk>, random: Random) -> Self {
+    fn new(book: Book, disk: &Arc<Disk>, (random, may_fail): (Random, bool)) -> Self {
         let queue = book.expect("a queue", IoQueue::new(Arc::clone(disk), 8));
-        let sectors = disk.size() / SECTOR as u64;
-        Self { book, queue, random, flying: Vec::new(), spare: Vec::new(), sectors, reads: 0 }
+        let (disk, sectors) = (Arc::clone(disk), disk.size() / SECTOR as u64);
+        let (flying, spare) = (Vec::new(), Vec::new());
+        Self { book, queue, disk, may_fail, random, flying, spare, sectors, reads: 0 }
+    }
+
+    fn has_failed(&self) -> bool {
+        self.may_fail && self.disk.failure().is_some()
     }
 
     fn run(mut self) {
@@ -386,7 +519,7 @@ impl Guest {
         let mut left = self.random.below(REQUESTS_MAX);
         while left > 0 || !self.flying.is_empty() {
             if left > 0 && (self.flying.len() as u64) < depth {
-                left -= 1;
+                left = if self.has_failed() { 0 } else { left - 1 };
                 self.push();
                 if self.random.one_in(2) {
                     continue;
@@ -455,11 +588,16 @@ impl Guest {
     }
 
     fn ended(&mut self, Completion { token, result }: Completion) {
-        self.book.expect("a request", result);
+        let is_refused = result.is_err() && self.has_failed();
+        if !is_refused {
+            self.book.expect("a request", result);
+        }
         let place = self.flying.iter().position(|flying| flying.token == token);
         let place = self.book.expect("a completion", place.ok_or("of no request"));
         let Flying { buffer, kind, .. } = self.flying.swap_remove(place);
         match kind {
+            // It may be there or not.
+            _ if is_refused => {}
             Flight::Change { is_stable } => {
                 self.book.enter(Deed::Ended, [token, u64::from(is_stable), 0], &[]);
             }

@@ -23,6 +23,8 @@
 //!   tier: hosts that publish ──► directory repository ── system calls ──► mount: their kernels ──► nas ──► crash: what if it died now?
 //! ```
 //!
+//! With `--run move`, the disk moves between two directories meanwhile, and the storage of a move fails now and then.
+//!
 //! With `--run mount`, the repository is a directory that the hosts have mounted. The seed draws what the NAS would leave at any moment,
 //! and each of these crash states is judged, too.
 //!
@@ -33,10 +35,12 @@
 compile_error!("the simulation knows Linux on x86-64 with glibc only");
 
 mod calls;
+mod faults;
 mod history;
 mod kernel;
 mod life;
 mod mount;
+mod moves;
 mod nas;
 mod network;
 mod random;
@@ -63,7 +67,7 @@ use vmstrata_store::Planted;
 use vmstrata_types::ClusterBits;
 
 use history::{Deed, History, SECTOR};
-use life::{CLONES, DISK, DISKS, JOURNALS, Life};
+use life::{CLONES, DISK, DISKS, JOURNALS, Life, OTHER};
 use random::{Random, hash};
 use repository::Fault;
 use shared::{Kind, Shared};
@@ -106,6 +110,8 @@ enum Scene {
     Repository,
     /// Hosts that publish in one directory of a NAS, which each has mounted, and which dies.
     Mount,
+    /// A disk of a host that dies again and again, which moves from one directory to another.
+    Move,
 }
 
 impl Scene {
@@ -114,6 +120,7 @@ impl Scene {
         match self {
             Self::Disk => named(&Planted::DISK),
             Self::Repository => [named(&Fault::ALL), named(&Planted::TIER)].concat(),
+            Self::Move => named(&Planted::MOVE),
             Self::Mount => [named(&nas::Fault::ALL), named(&Planted::TIER)].concat(),
         }
     }
@@ -172,6 +179,7 @@ fn run_all(arguments: &Arguments) -> ExitCode {
                 Scene::Disk => "cargo xtask sim",
                 Scene::Repository => "cargo xtask sim --run repository",
                 Scene::Mount => "cargo xtask sim --run mount",
+                Scene::Move => "cargo xtask sim --run move",
             };
             println!("seed {seed}: {failure}");
             println!("replay it: {command} --seed {seed}{plant} --verbose");
@@ -231,6 +239,8 @@ fn run_one(seed: u64, arguments: &Arguments, place: &Place) -> ([u64; 3], Option
 fn run(seed: &str, scene: &str, plant: &str, place: &str, verbose: &str) {
     // SAFETY: no pointers; what the caller of all this has open is none of the host's.
     unsafe { libc::close_range(3, u32::MAX, 0) };
+    // SAFETY: no pointers. What a power failure leaves is made with it.
+    unsafe { libc::umask(0o022) };
     let plant = plant.parse::<usize>().expect("a number").checked_sub(1);
     let seed = seed[SEED.len()..].parse().expect("a number");
     let run = Run::new(seed, Path::new(place), verbose == "1");
@@ -248,8 +258,10 @@ fn run(seed: &str, scene: &str, plant: &str, place: &str, verbose: &str) {
         let fault = plant.and_then(|number| nas::Fault::ALL.get(number).copied());
         run.run_hosts(move |seed| tier::run_mount(seed, fault))
     } else {
-        vmstrata_store::plant(plant.map(|planted| Planted::DISK[planted]));
-        run.run_disk()
+        let moves = scene == Scene::Move as u8;
+        let faults = if moves { &Planted::MOVE[..] } else { &Planted::DISK };
+        vmstrata_store::plant(plant.map(|planted| faults[planted]));
+        run.run_disk(moves)
     };
     print!("{} {} {} {}", ran.events, ran.hash, ran.crashes, ran.failure.unwrap_or_default());
 }
@@ -346,9 +358,9 @@ impl<'a> Run<'a> {
         ran
     }
 
-    fn run_disk(mut self) -> Ran {
+    fn run_disk(mut self, moves: bool) -> Ran {
         clear(self.place);
-        for name in [CLONES, DISKS, JOURNALS] {
+        for name in [CLONES, DISKS, JOURNALS].iter().chain(moves.then_some(&OTHER)) {
             fs::create_dir_all(self.root().join(name)).expect("made");
         }
         let sectors = 8 * (64 + self.random.below(256));
@@ -367,16 +379,28 @@ impl<'a> Run<'a> {
         let lives = 2 + self.random.below(LIVES_MAX - 1);
         for life in 0..lives {
             self.shared.clear_log();
-            let failure = self.live_disk(life, &history);
+            let failure = self.live_disk(life, &history, moves);
             ran.hash = hash(ran.hash, self.shared.bytes());
             for (number, event, data) in self.shared.events() {
                 ran.events += 1;
                 self.now_ns = event.time_ns;
                 if self.is_verbose {
                     // Nothing is allocated for it: a run is the same with and without.
-                    let _ = writeln!(std::io::stderr(), "{life} {number} {event:?} {:016x}", hash(0, data));
+                    let mut out = std::io::stderr();
+                    let _ = match event.kind {
+                        Kind::Told => {
+                            let _ = write!(out, "{life} {number} ");
+                            out.write_all(data).and_then(|()| out.write_all(b"\n"))
+                        }
+                        _ => writeln!(out, "{life} {number} {event:?} {:016x}", hash(0, data)),
+                    };
                 }
                 storage.see(number, &event, data);
+                let is_of_names = matches!(event.kind, Kind::Name | Kind::Ended);
+                if moves && is_of_names && storage.may_lose(DISK, &[DISKS, OTHER]) {
+                    let text = format!("life {life}: a power failure after event {number} may leave no disk");
+                    ran.failure.get_or_insert(text);
+                }
                 if event.kind == Kind::Guest {
                     let [deed, args @ ..] = event.args;
                     let words = data.as_chunks::<8>().0;
@@ -384,8 +408,8 @@ impl<'a> Run<'a> {
                     history.enter(Deed::of(deed), args, &stamps);
                 }
             }
-            if failure.is_some() {
-                ran.failure = failure;
+            ran.failure = failure.or(ran.failure.take());
+            if ran.failure.is_some() {
                 break;
             }
             self.now_ns += 1_000_000_000;
@@ -402,14 +426,15 @@ impl<'a> Run<'a> {
     }
 
     /// Runs a process that uses the disk, as [`Run::live`].
-    fn live_disk(&self, life: u64, history: &History) -> Option<String> {
+    fn live_disk(&self, life: u64, history: &History, moves: bool) -> Option<String> {
+        let longer = if moves { 3 } else { 1 };
         let death = match self.random.below(2) {
-            0 => Death::AtStep(1 + self.random.below(STEPS_MAX)),
-            _ => Death::AtChange(1 + self.random.below(CHANGES_MAX)),
+            0 => Death::AtStep(1 + self.random.below(longer * STEPS_MAX)),
+            _ => Death::AtChange(1 + self.random.below(longer * CHANGES_MAX)),
         };
         let (directory, history) = (self.root(), history.clone());
         self.live(life, self.random.next(), death, move |seed| {
-            Life { directory, history, seed, is_first: life == 0 }.live()
+            Life { directory, history, seed, is_first: life == 0, moves }.live()
         })
     }
 

@@ -42,6 +42,8 @@ pub enum Kind {
     Died,
     /// Something is wrong: the text.
     Failed,
+    /// A text for people.
+    Told,
 }
 
 /// What a name leads to.

@@ -127,7 +127,7 @@ impl Storage {
                 }
                 return;
             }
-            Kind::Call | Kind::Guest | Kind::Died | Kind::Failed => return,
+            Kind::Call | Kind::Guest | Kind::Died | Kind::Failed | Kind::Told => return,
             Kind::Sent | Kind::Lost | Kind::Received | Kind::Partition | Kind::Crashed => return,
         };
         let (store, issued) = (StoreId(inode as u32), self.now);
@@ -185,22 +185,24 @@ impl Storage {
         self.log.retain(|record| record.operation != Operation::Flush || record.completed.is_some());
     }
 
+    /// How many changes of a directory's names, from the first on, no power failure takes back.
+    fn stable(&self, directory: usize, renamings: &[&Renaming]) -> usize {
+        let flushes = self.log.iter().filter(|record| {
+            record.store == StoreId(directory as u32) && record.operation == Operation::Flush
+        });
+        let flushed = flushes.filter(|flush| flush.completed.is_some()).map(|flush| flush.issued).max();
+        let is_stable = |one: &&Renaming| one.completed.is_some_and(|done| Some(done) < flushed);
+        renamings.iter().rposition(is_stable).map_or(0, |last| last + 1)
+    }
+
     fn names_after(&self, random: &Random) -> Names {
-        let flushes = |directory: usize| {
-            self.log.iter().filter(move |record| {
-                record.store == StoreId(directory as u32) && record.operation == Operation::Flush
-            })
-        };
         let mut by_directory: BTreeMap<usize, Vec<&Renaming>> = BTreeMap::new();
         for renaming in &self.renamings {
             by_directory.entry(renaming.directory).or_default().push(renaming);
         }
         let mut names = self.names.clone();
         for (directory, renamings) in by_directory {
-            let flushed =
-                flushes(directory).filter(|flush| flush.completed.is_some()).map(|flush| flush.issued).max();
-            let is_stable = |one: &&Renaming| one.completed.is_some_and(|done| Some(done) < flushed);
-            let stable = renamings.iter().rposition(is_stable).map_or(0, |last| last + 1);
+            let stable = self.stable(directory, &renamings);
             let in_doubt = (renamings.len() - stable) as u64;
             let survived = match random.below(4) {
                 0 => 0,
@@ -216,6 +218,29 @@ impl Storage {
             }
         }
         names
+    }
+
+    /// Whether a power failure now might leave nothing of that name in any of these directories below the root.
+    pub fn may_lose(&self, name: &str, directories: &[&str]) -> bool {
+        directories.iter().all(|directory| {
+            let found = self.names.get(&(ROOT, OsString::from(*directory)));
+            found.is_none_or(|found| self.may_be_absent(found.inode, name))
+        })
+    }
+
+    fn may_be_absent(&self, directory: usize, name: &str) -> bool {
+        let renamings: Vec<&Renaming> =
+            self.renamings.iter().filter(|renaming| renaming.directory == directory).collect();
+        let stable = self.stable(directory, &renamings);
+        let mut is_there = self.names.contains_key(&(directory, OsString::from(name)));
+        for (number, renaming) in renamings.iter().enumerate() {
+            if number >= stable && !is_there {
+                return true;
+            }
+            let changes = renaming.changes.iter().filter(|(changed, _)| changed.to_str() == Some(name));
+            changes.for_each(|(_, found)| is_there = found.is_some());
+        }
+        !is_there
     }
 
     /// Makes the real files anew, under their numbers.

@@ -15,7 +15,7 @@ use crate::shared::{Event, Kind, Shared};
 use crate::syscall;
 
 /// Threads alive at a time.
-const TASKS_MAX: usize = 128;
+pub const TASKS_MAX: usize = 128;
 /// What the clock shows when a seed begins, since 1970: any time will do.
 pub const EPOCH_NS: u64 = 1_800_000_000_000_000_000;
 
@@ -119,6 +119,11 @@ impl Tasks {
 
     pub fn shared(&self) -> Shared {
         self.shared.get().expect("set when the process began")
+    }
+
+    /// The number of the running task.
+    pub fn running(&self) -> usize {
+        self.running.get()
     }
 
     /// Notes what the running task did; returns the event's number.

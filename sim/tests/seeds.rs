@@ -53,6 +53,44 @@ fn a_doubled_write_is_found() {
 }
 
 #[test]
+fn a_move_seed_replays_bit_for_bit() {
+    let (text, holds) = run(&["--run", "move", "--seeds", "15", "--seed", "5000", "--twice"]);
+    assert!(holds, "{text}");
+}
+
+#[test]
+fn move_seeds_hold() {
+    let (text, holds) = run(&["--run", "move", "--seeds", "100"]);
+    assert!(holds, "{text}");
+}
+
+/// As [`finds`], with a fault of a move.
+fn move_finds(fault: &str) {
+    let (text, holds) = run(&["--run", "move", "--seeds", "2000", "--plant", fault]);
+    assert!(!holds && text.starts_with("seed "), "{text}");
+}
+
+#[test]
+fn a_copy_that_is_not_flushed_is_found() {
+    move_finds("UnflushedCopy");
+}
+
+#[test]
+fn a_copy_of_what_was_merged_since_is_found() {
+    move_finds("TrustedCopy");
+}
+
+#[test]
+fn an_old_path_that_comes_back_is_found() {
+    move_finds("LateRemoval");
+}
+
+#[test]
+fn a_disk_that_is_taken_for_whole_too_soon_is_found() {
+    move_finds("HastyWhole");
+}
+
+#[test]
 fn a_repository_seed_replays_bit_for_bit() {
     let (text, holds) = run(&["--run", "repository", "--seeds", "20", "--seed", "5000", "--twice"]);
     assert!(holds, "{text}");
