@@ -468,9 +468,7 @@ mod tests {
             journal.add_froze("other").unwrap();
         }
         let found = Journal::find(&dir.path().join("web.qcow2")).unwrap().unwrap();
-        assert_eq!(
-            (found.froze, found.is_torn),
-            (["one", "other", "other"].map(str::to_owned).into(), false)
-        );
+        let names = ["one", "other", "other", "other"].map(str::to_owned).to_vec();
+        assert_eq!((found.froze, found.is_torn), (names, false));
     }
 }

@@ -271,18 +271,19 @@ impl Moving {
         Ok(Some(moving))
     }
 
-    /// Copies again what is another file than was copied by an earlier process, or before a merge, and what stands on it.
+    /// Copies again what is another file than was copied by an earlier process, or before a merge, what stands on it, and what does not
+    /// stand on the copy of what is below. Copies are made from the lowest layer up.
     fn forget_changed(&mut self) {
         if self.journal.whole_ns.is_some() || Planted::TrustedCopy.is_there() {
             return;
         }
-        let Self { plan: (_, plan), journal, .. } = self;
-        let is_other = |layer: &PlannedLayer| {
-            journal.copied.get(&layer.from).is_some_and(|copied| !copied.is_of(&layer.from))
+        let is_copied = |layer: &&PlannedLayer| {
+            let copied = self.journal.copied.get(&layer.from).filter(|copied| copied.is_of(&layer.from));
+            copied.is_some_and(|copied| self.can_be(layer, &copied.to).unwrap_or(false))
         };
-        let first = plan.layers.iter().position(is_other).unwrap_or(plan.layers.len());
-        for layer in &plan.layers[first..] {
-            if journal.copied.remove(&layer.from).is_some() {
+        let first = self.plan.1.layers.iter().take_while(is_copied).count();
+        for layer in &self.plan.1.layers[first..] {
+            if self.journal.copied.remove(&layer.from).is_some() {
                 tracing::info!(layer = %layer.from.display(), "has changed since it was copied, or what it stands on: it is copied again");
             }
         }
