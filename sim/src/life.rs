@@ -12,8 +12,8 @@ use vmstrata_disk::snapshot::{
     PrepareOptions, RevertOptions, SnapshotInfo, clone, create, find, list, revert,
 };
 use vmstrata_disk::{
-    CheckOptions, Completion, Disk, Error, IoQueue, Op, OpenOptions, Request, ResourceOptions, Resources,
-    Unflushed, check,
+    CheckOptions, Completion, Disk, Error, ErrorKind, IoQueue, Op, OpenOptions, Request, ResourceOptions,
+    Resources, Unflushed, check,
 };
 use vmstrata_store::{AlignedBuf, CacheMode, Segment, SegmentVec};
 use vmstrata_types::{GuestOffset, GuestRange, LayerIndex};
@@ -297,11 +297,15 @@ impl Keeper {
     }
 
     fn read_all(&self, disk: &Disk) -> Vec<u64> {
+        self.book.expect("read", self.try_read_all(disk))
+    }
+
+    fn try_read_all(&self, disk: &Disk) -> Result<Vec<u64>, Error> {
         let mut bytes = vec![0; disk.size() as usize];
         for (at, part) in (0..).step_by(64 << 10).zip(bytes.chunks_mut(64 << 10)) {
-            self.book.expect("read", disk.read(GuestOffset::new(at), &[Segment::from_mut(part)]));
+            disk.read(GuestOffset::new(at), &[Segment::from_mut(part)])?;
         }
-        self.book.expect("the disk", stamps(&bytes, 0))
+        Ok(self.book.expect("the disk", stamps(&bytes, 0)))
     }
 
     /// Reads a state, which holds what it held before, or what the disk held when it was taken.
@@ -323,7 +327,11 @@ impl Keeper {
             Err(_) if !state.must_be_there => return,
             Err(error) => self.book.expect("open a state", Err(error)),
         };
-        let stamps = self.read_all(&disk);
+        let stamps = match self.try_read_all(&disk) {
+            // It was opened just before: the layer has another header by now.
+            Err(error) if self.places.is_some() && is_changed(&error) => return self.look_at(state),
+            read => self.book.expect("read", read),
+        };
         let checked = self.book.history().check_snapshot(state.number, &stamps);
         self.book.expect(&format!("{state:?}"), checked);
         self.book.enter(Deed::SnapshotSeen, [state.number, 0, 0], &stamps);
@@ -462,6 +470,10 @@ impl Keeper {
         self.book.expect("revert", reverted);
         self.book.enter(Deed::Ended, [number, 1, 0], &[]);
     }
+}
+
+fn is_changed(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Changed)
 }
 
 fn is_busy(error: &Error) -> bool {
