@@ -16,7 +16,7 @@ use std::time::Duration;
 use vmstrata_disk::merge::MergeFault;
 use vmstrata_disk::snapshot::list;
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions};
-use vmstrata_migrate::{Error, MoveOptions, Moving, Phase, moved_to, source_directory};
+use vmstrata_migrate::{Error, Move as _, MoveOptions, Moving, Phase, moved_to, source_directory};
 use vmstrata_store::FileError;
 
 use crate::faults::FAULTS;
@@ -53,8 +53,11 @@ impl Places {
     /// # Errors
     /// More than one path, or none.
     pub fn find(&self) -> Result<PathBuf, String> {
-        let mut found: Vec<PathBuf> =
-            self.0.iter().map(|path| moved_to(path).unwrap_or_else(|| path.clone())).collect();
+        let mut found: Vec<PathBuf> = self
+            .0
+            .iter()
+            .map(|path| moved_to(path).map_or_else(|| path.clone(), |moved| moved.path))
+            .collect();
         found.retain(|path| path.symlink_metadata().is_ok());
         found.dedup();
         match &found[..] {
