@@ -76,11 +76,6 @@ fn a_copy_that_is_not_flushed_is_found() {
 }
 
 #[test]
-fn a_copy_of_what_was_merged_since_is_found() {
-    move_finds("TrustedCopy");
-}
-
-#[test]
 fn an_old_path_that_comes_back_is_found() {
     move_finds("LateRemoval");
 }

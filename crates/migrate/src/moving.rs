@@ -274,7 +274,7 @@ impl Moving {
     /// Copies again what is another file than was copied by an earlier process, or before a merge, what stands on it, and what does not
     /// stand on the copy of what is below. Copies are made from the lowest layer up.
     fn forget_changed(&mut self) {
-        if self.journal.whole_ns.is_some() || Planted::TrustedCopy.is_there() {
+        if self.journal.whole_ns.is_some() {
             return;
         }
         let is_copied = |layer: &&PlannedLayer| {

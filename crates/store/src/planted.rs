@@ -41,8 +41,6 @@ pub enum Planted {
     BlindFallback,
     /// A copy of a layer gets its name before it is flushed.
     UnflushedCopy,
-    /// What was copied of a layer before is taken for what it holds now.
-    TrustedCopy,
     /// A disk has moved before its old name is gone for good.
     LateRemoval,
     /// A disk is taken for whole before it stands on the copies.
@@ -71,7 +69,7 @@ impl Planted {
     ];
 
     /// Those of a disk that moves.
-    pub const MOVE: [Self; 4] = [Self::UnflushedCopy, Self::TrustedCopy, Self::LateRemoval, Self::HastyWhole];
+    pub const MOVE: [Self; 3] = [Self::UnflushedCopy, Self::LateRemoval, Self::HastyWhole];
 
     /// Whether this one is there.
     #[inline]
