@@ -28,7 +28,7 @@ use vmstrata_disk::{
     Disk, FlatHome, Format, OpenOptions, Opened, Opener as _, Pace, Role, directory_of, own_clusters,
 };
 use vmstrata_nbd::{Files, Uri};
-use vmstrata_store::{Gate, LocalFile, Segment, Store, is_zero};
+use vmstrata_store::{FileId, Gate, LocalFile, Segment, Store, is_zero};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::copy::{Unreadable, allocated, flush_directory, read_around};
@@ -485,7 +485,8 @@ impl FlatMove {
         let next = self.newest_state()?;
         // Others may have taken snapshots, too.
         let mut layers: Vec<PathBuf> = next.layers().into_iter().map(|layer| layer.path).collect();
-        let at = layers.iter().position(|layer| layer == state.path());
+        let file = FileId::at(state.path());
+        let at = layers.iter().position(|layer| FileId::at(layer) == file);
         layers.drain(..=at.ok_or_else(|| self.refused("its layers were merged meanwhile: begin again"))?);
         self.pass = Some(Pass::of_layers(number + 1, next, &layers)?);
         Ok(())

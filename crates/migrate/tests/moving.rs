@@ -618,3 +618,21 @@ fn a_move_that_is_killed_loses_nothing_and_goes_on() {
         }
     });
 }
+
+/// Its layers are then named by ways that lead up and down again.
+#[test]
+fn a_disk_moves_to_a_directory_below_its_own() {
+    let dir = scratch();
+    let (path, states) = with_history(dir.path(), 1);
+    let below = dir.path().join("below");
+    fs::create_dir(&below).unwrap();
+    let disk = open_with(&path, &OpenOptions::default());
+    let how = MoveOptions { rest: u64::MAX, ..options(&below) };
+    let mut moving = Moving::begin(&disk, &how).unwrap();
+    finish(&mut moving);
+    moving.let_go().unwrap();
+    assert_reads(&disk, &states[1], "below");
+    disk.close().unwrap();
+    drop(disk);
+    assert_same(&content(&below.join("web.qcow2"), "qcow2"), &states[1], 0, "to stock tools");
+}

@@ -11,6 +11,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use vmstrata_store::FileId;
+
 use super::Disk;
 use crate::error::Result;
 use crate::layers::index_of;
@@ -58,7 +60,10 @@ impl Running {
         let range = |chain: &[ChainFile]| {
             let at = chain.iter().position(|link| link.path == layer).unwrap_or(0);
             match at.checked_sub(1) {
-                Some(last) if on.is_some_and(|on| chain[last].path != on) => Err(MergeFault::LayersChanged),
+                // By its file: one path may be said in several ways.
+                Some(last) if on.is_some_and(|on| FileId::at(on) != FileId::at(&chain[last].path)) => {
+                    Err(MergeFault::LayersChanged)
+                }
                 Some(last) => Ok(MergeRange { first: index_of(0), last: index_of(last) }),
                 None => Err(MergeFault::Range { first: 0, last: at, layers: chain.len() }),
             }
