@@ -54,6 +54,8 @@ const HELD: Duration = Duration::from_millis(4);
 const HELD_MAX: Duration = Duration::from_secs(1);
 /// So little is left at a switch in any case.
 const LEFT_MIN: u64 = 256 << 10;
+/// Bytes of a pass from which its rate is taken.
+const RATE_BYTES: u64 = 1 << 20;
 /// Writes of a guest are not slowed below this, in bytes a second.
 const PACE_MIN: u64 = 256 << 10;
 /// After so many passes the disk is said to be in the way.
@@ -99,7 +101,7 @@ pub struct FlatMove {
     zeroes: bool,
     /// `None` until the first begins.
     pass: Option<Pass>,
-    /// Bytes a second that were copied, at best.
+    /// Bytes a second that were copied in the last pass that tells.
     rate: u64,
     /// Bytes a second that the guest may write.
     pace: Option<u64>,
@@ -463,7 +465,10 @@ impl FlatMove {
         let Some(Pass { number, bytes, done, began, .. }) = self.pass else { return Ok(()) };
         let left = bytes_of(&self.disk.own_ranges()?);
         let took = began.elapsed().max(Duration::from_millis(1));
-        self.rate = self.rate.max((done as f64 / took.as_secs_f64()) as u64);
+        // Scattered bytes are copied more slowly than those of the first pass; a pass of few bytes tells nothing.
+        if done >= RATE_BYTES || self.rate == 0 {
+            self.rate = (done as f64 / took.as_secs_f64()) as u64;
+        }
         let most = ((self.rate as f64 * HELD.as_secs_f64()) as u64).max(LEFT_MIN);
         if left <= most {
             return self.switch();
