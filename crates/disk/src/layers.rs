@@ -27,6 +27,7 @@ use crate::error::{IoContext as _, Result};
 use crate::flusher::{FlushClaim, Flusher};
 use crate::layer::{Format, Layer, Tables};
 use crate::map::{Before, FrozenMap, Run, Source};
+use crate::opener::Opened;
 use crate::resources::Resources;
 
 /// See the module documentation.
@@ -81,6 +82,15 @@ pub(crate) struct RawTop {
     pub(crate) flusher: Arc<Flusher>,
     /// Present where the format was not said.
     pub(crate) guard: Option<Arc<HeaderGuard>>,
+}
+
+impl RawTop {
+    pub(crate) fn new(path: PathBuf, opened: Opened, guard: Option<Arc<HeaderGuard>>) -> Self {
+        let Opened { store, identity } = opened;
+        let (file, flusher) =
+            (OpenStore::new(Arc::clone(&store)), Arc::new(Flusher::new(Arc::clone(&store))));
+        Self { path, store, identity, file, flusher, guard }
+    }
 }
 
 /// Orders the writes to the first sector, which may bring a header piece by piece; holds whether a refusal was logged.

@@ -1,7 +1,7 @@
 //! A disk in use leaves its chain for a flat copy of it: a raw file, a device, or anything else that is a store.
 //!
-//! Whoever makes the copy brings what frozen layers hold there while the guest goes on, and reads what the active layer has with
-//! [`Disk::own_ranges`]. The last of that is copied while writes are held. From then on the copy is the disk's only layer.
+//! The mover copies the frozen layers while the guest goes on. [`Disk::own_ranges`] lists what the active layer holds; the mover copies that
+//! while writes are held. From then on the copy is the disk's only layer.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmstrata_qcow2::{L2Entry, SubclusterState};
-use vmstrata_store::OpenStore;
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::Disk;
@@ -19,7 +18,6 @@ use crate::active::Active;
 use crate::active::session::{end_session, session_ended};
 use crate::chain::OpenOptions;
 use crate::error::{Error, ErrorKind, Result};
-use crate::flusher::Flusher;
 use crate::layers::{Layers, RawTop, Top};
 use crate::merging::MergeFault;
 use crate::opener::Opened;
@@ -45,7 +43,7 @@ impl Disk {
         Self::open(layer, &options, &self.resources)
     }
 
-    /// What the active layer has, in the guest's order, neighbours of one kind together. It is read from the tables in memory, so it is
+    /// What the active layer has, in the guest's order, neighbours together. It is read from the tables in memory, so it is
     /// quick where the layer is young; what is written meanwhile may be missing.
     ///
     /// A raw layer has no tables: all of the disk is its own.
@@ -83,15 +81,8 @@ impl Disk {
         self.check_changeable()?;
         let before = arc_swap::Guard::into_inner(self.layers_now());
         let old = self.path().to_owned();
-        let FlatHome { path, options, copy: Opened { store, identity } } = to;
-        let raw = RawTop {
-            path: path.clone(),
-            identity,
-            file: OpenStore::new(Arc::clone(&store)),
-            flusher: Arc::new(Flusher::new(Arc::clone(&store))),
-            store,
-            guard: None,
-        };
+        let FlatHome { path, options, copy } = to;
+        let raw = RawTop::new(path.clone(), copy, None);
         let after = Layers::new(before.size, Top::Raw(raw), None, &self.resources);
         let home = Home::new(&path, &options);
         let began = Instant::now();

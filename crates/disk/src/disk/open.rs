@@ -6,19 +6,18 @@ use std::sync::Arc;
 use vmstrata_check::{Options as CheckOptions, Repair, Report, check};
 use vmstrata_qcow2::bitmap::BitmapsExtension;
 use vmstrata_qcow2::{Autoclear, Incompatible};
-use vmstrata_store::{CacheMode, Gate, LocalFile, OpenStore, Store};
+use vmstrata_store::{CacheMode, Gate, LocalFile, Store};
 use vmstrata_types::LayerIndex;
 
 use crate::active::Active;
 use crate::active::session::{FEATURES_SINCE, leave_clean, write_session};
 use crate::chain::{Qcow2Head, Top as OpenTop, Unflushed, open_layer, read_head};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
-use crate::flusher::Flusher;
 use crate::journal::{Journal, Record, Subject};
 use crate::layer::Layer;
 use crate::layers::{Layers, RawTop, Top, index_of};
 use crate::loading::Chain;
-use crate::opener::{Opened, Opener, Role};
+use crate::opener::{Opener, Role};
 use crate::resources::Resources;
 use crate::session::{BootId, SESSION_MASK, new_session};
 
@@ -34,14 +33,11 @@ pub(crate) fn open_top(
 ) -> Result<Top> {
     let OpenTop { path, opened, head, is_probed, .. } = top;
     let Some(head) = head else {
-        let flusher = Arc::new(Flusher::new(Arc::clone(&opened.store)));
-        let file = OpenStore::new(Arc::clone(&opened.store));
         let guard = is_probed.then(Arc::default);
         if is_probed {
             tracing::warn!(disk = %path.display(), "its format was not said, and its first bytes say raw: writes that would make it look like another are refused; say format=raw if it is");
         }
-        let Opened { store, identity } = opened;
-        return Ok(Top::Raw(RawTop { path, store, identity, file, flusher, guard }));
+        return Ok(Top::Raw(RawTop::new(path, opened, guard)));
     };
     let in_file = |error: Error| error.in_file(&path);
     let head = repaired(head, &opened.store).map_err(in_file)?;

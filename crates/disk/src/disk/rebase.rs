@@ -32,7 +32,7 @@ impl Disk {
     /// that layer, the caller says what it stands `on`.
     ///
     /// # Errors
-    /// [`MergeFault::LayersChanged`] if it stands on something else by now. No such layer, or none below it; one that another disk or process uses; a merge that runs; a header without room for the name;
+    /// [`MergeFault::LayersChanged`] if its backing file is no longer `on`. No such layer, or none below it; one that another disk or process uses; a merge that runs; a header without room for the name;
     /// a chain that cannot be read; a host that cannot write. The layer then has the old backing file or the new one.
     pub fn rebase(
         self: &Arc<Self>,
