@@ -291,7 +291,7 @@ impl LayerCopy {
 
     /// Gives the copy, which is whole, its name. `rename_backing` is done to it before, and says whether it has changed it.
     pub(crate) fn name(&self, rename_backing: impl FnOnce(&Path) -> Result<bool>) -> Result<()> {
-        // Of the layer: what is known of a chain compares times first. It names other files than a changed one stands on.
+        // An index is first compared by time. A copy with another backing name keeps its own time, so that no index of the source is used for it.
         if !rename_backing(&self.part)? {
             let modified = Timespec { tv_sec: self.seen.modified.0, tv_nsec: self.seen.modified.1 };
             let times = Timestamps { last_access: modified, last_modification: modified };

@@ -7,11 +7,10 @@
 //!   switch   writes are held; what is left is copied, flushed and read back; from then on the guest writes to the target
 //! ```
 //!
-//! Which bytes were written since a pass is told by layers alone. So a pass reads the state that was frozen for it, and no later one: the
-//! layers above say what differs from that.
+//! The layers above a state say what was written since. So a pass copies the state that was frozen for it, never a later one.
 //!
-//! A target that is begun holds some of the disk's bytes. Whoever goes on with the move compares all of them with the disk, and sends
-//! those that differ: nothing has to be believed of what a killed process had done.
+//! After a kill the target holds some of the disk's bytes. The next run compares the whole target with the disk and sends what differs, so
+//! it needs no record of what the killed run had sent.
 
 use std::fs;
 use std::io;
@@ -23,9 +22,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::Advice;
-use vmstrata_disk::snapshot::{MOVE_LABEL, SnapshotInfo, frozen_path, note_left, now_ns};
+use vmstrata_disk::snapshot::{frozen_path, note_left};
 use vmstrata_disk::{
-    Disk, FlatHome, Format, OpenOptions, Opened, Opener as _, Pace, Role, directory_of, own_clusters,
+    Disk, FlatHome, Format, LayerInfo, OpenOptions, Opened, Opener as _, Pace, Role, directory_of,
+    own_clusters,
 };
 use vmstrata_nbd::{Files, Uri};
 use vmstrata_store::{FileId, Gate, LocalFile, Segment, Store, is_zero};
@@ -34,7 +34,7 @@ use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 use crate::copy::{Unreadable, allocated, flush_directory, read_around};
 use crate::error::{Error, Result};
 use crate::journal::{Sending, forget_moved, note_moved};
-use crate::moving::{Move, Phase, Report};
+use crate::moving::{Move, Phase, Report, absolute, new_state};
 
 /// Bytes that are read and written at a time.
 const STEP: u64 = 1 << 20;
@@ -95,10 +95,8 @@ pub struct FlatMove {
     target: Option<Opened>,
     copy: Copy,
     note: Sending,
-    /// Whether the target has bytes that must be looked at.
-    compares: bool,
-    /// Whether it may have something else than zeros where nothing was written.
-    zeroes: bool,
+    /// Of the first pass.
+    how: How,
     /// `None` until the first begins.
     pass: Option<Pass>,
     /// Bytes a second that were copied in the last pass that tells.
@@ -117,6 +115,7 @@ impl Drop for FlatMove {
 #[derive(Debug)]
 struct Pass {
     number: u32,
+    how: How,
     /// The state that is copied: what lies above it is not.
     state: Arc<Disk>,
     /// The first one has all of the disk, from here on.
@@ -129,6 +128,20 @@ struct Pass {
     began: Instant,
 }
 
+/// How bytes come to the copy.
+#[derive(Clone, Copy, Debug)]
+struct How {
+    /// Only what differs is sent.
+    compares: bool,
+    /// Zeros are written: the copy may have something else there.
+    zeroes: bool,
+}
+
+impl How {
+    /// What was written since the pass before.
+    const AGAIN: Self = Self { compares: false, zeroes: true };
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Wanted {
     range: GuestRange,
@@ -137,10 +150,10 @@ struct Wanted {
 
 impl Pass {
     /// Over all of a state.
-    fn of_all(state: Arc<Disk>) -> Self {
+    fn of_all(state: Arc<Disk>, how: How) -> Self {
         let bytes = state.layers().iter().map(|layer| allocated(&layer.path)).sum();
         let (next, began) = (Some(GuestOffset::ZERO), Instant::now());
-        Self { number: 0, state, next, wanted: Vec::new(), bytes, done: 0, began }
+        Self { number: 0, how, state, next, wanted: Vec::new(), bytes, done: 0, began }
     }
 
     /// Over what its newest layers have.
@@ -163,11 +176,12 @@ impl Pass {
         let wanted: Vec<Wanted> =
             ranges.into_iter().rev().map(|range| Wanted { range, reads_zero: false }).collect();
         let bytes = wanted.iter().map(|wanted| wanted.range.len).sum();
-        Ok(Self { number, state, next: None, wanted, bytes, done: 0, began: Instant::now() })
+        Ok(Self { number, how: How::AGAIN, state, next: None, wanted, bytes, done: 0, began: Instant::now() })
     }
 
     /// The next bytes of the pass: at most so many, if they must be read.
-    fn next(&mut self, most: u64, (compares, zeroes): (bool, bool)) -> Result<Option<Wanted>> {
+    fn next(&mut self, most: u64) -> Result<Option<Wanted>> {
+        let How { compares, zeroes } = self.how;
         let size = self.state.size();
         while self.wanted.is_empty() {
             let Some(next) = self.next.filter(|next| next.get() < size) else { return Ok(None) };
@@ -214,9 +228,8 @@ impl Copy {
         Self { store, name, written: Vec::new(), bytes: 0, skips, unreadable: Vec::new() }
     }
 
-    /// Brings a range of the disk to the copy; `compares` sends only what differs, and zeros are written where `zeroes` says that the
-    /// copy may have something else. Returns the bytes written.
-    fn take(&mut self, disk: &Disk, range: GuestRange, (compares, zeroes): (bool, bool)) -> Result<u64> {
+    /// Brings a range of the disk to the copy. Returns the bytes written.
+    fn take(&mut self, disk: &Disk, range: GuestRange, How { compares, zeroes }: How) -> Result<u64> {
         let mut bytes = vec![0; range.len as usize];
         let read = |into: &mut [u8], at| disk.read(GuestOffset::new(at), &[Segment::from_mut(into)]);
         if self.skips {
@@ -319,14 +332,8 @@ impl FlatMove {
     /// # Errors
     /// A disk that cannot be moved; a target that is too small, in use, or may have something on it.
     pub fn begin(disk: &Arc<Disk>, options: &FlatOptions) -> Result<Self> {
-        let from =
-            std::path::absolute(disk.path()).map_err(Error::of_file(disk.path(), "find its directory"))?;
-        let to = match Uri::is_meant(&options.to) {
-            true => options.to.clone(),
-            false => {
-                std::path::absolute(&options.to).map_err(Error::of_file(&options.to, "find its directory"))?
-            }
-        };
+        let from = absolute(disk.path())?;
+        let to = if Uri::is_meant(&options.to) { options.to.clone() } else { absolute(&options.to)? };
         let refused = |why: &str| Error::Refused { disk: from.clone(), to: to.clone(), why: why.to_owned() };
         if disk.is_read_only() {
             return Err(refused("it is read-only"));
@@ -385,8 +392,7 @@ impl FlatMove {
             to,
             target: Some(target),
             note,
-            compares: is_begun && !is_new,
-            zeroes: !is_new,
+            how: How { compares: is_begun && !is_new, zeroes: !is_new },
             pass: None,
             rate: 0,
             pace: None,
@@ -426,7 +432,7 @@ impl Move for FlatMove {
         }
         let Some(pass) = &mut self.pass else {
             self.freeze()?;
-            self.pass = Some(Pass::of_all(self.newest_state()?));
+            self.pass = Some(Pass::of_all(self.newest_state()?, self.how));
             return Ok(0);
         };
         if self.copy.bytes >= BATCH {
@@ -434,21 +440,18 @@ impl Move for FlatMove {
         }
         let (mut written, mut looked) = (0, 0);
         while written < most && looked < LOOK {
-            let how = (self.compares, self.zeroes);
             let Some(Wanted { range, reads_zero }) =
-                pass.next((most - written).max(PIECE as u64).min(STEP), how)?
+                pass.next((most - written).max(PIECE as u64).min(STEP))?
             else {
                 self.copy.finish()?;
                 self.end_pass()?;
                 break;
             };
             looked += range.len;
-            let is_first = pass.number == 0;
-            if reads_zero && !self.compares {
+            if reads_zero && !pass.how.compares {
                 self.copy.zero(range)?;
             } else {
-                let how = (self.compares && is_first, self.zeroes || !is_first);
-                written += self.copy.take(&pass.state, range, how)?;
+                written += self.copy.take(&pass.state, range, pass.how)?;
             }
         }
         Ok(written)
@@ -499,9 +502,8 @@ impl FlatMove {
 
     /// The state below what takes the writes. Its tables are in its files.
     fn newest_state(&self) -> Result<Arc<Disk>> {
-        let newest = newest_frozen(&self.disk).ok_or_else(|| self.refused("it has no frozen layer"))?;
-        // It may be a snapshot that another takes at this moment: that has come to its end once this returns.
-        self.disk.finalize()?;
+        let (_, layers) = self.disk.whole_layers();
+        let newest = newest_frozen(layers).ok_or_else(|| self.refused("it has no frozen layer"))?;
         Ok(self.disk.open_state(&newest)?)
     }
 
@@ -521,11 +523,8 @@ impl FlatMove {
 
     /// Freezes what takes the writes.
     fn freeze(&mut self) -> Result<()> {
-        let taken_ns = now_ns();
-        let name = format!("move-{taken_ns}");
-        self.note.add_froze(&name)?;
-        let labels = vec![(MOVE_LABEL.to_owned(), String::new())];
-        let info = SnapshotInfo { name, taken_ns, labels, ..SnapshotInfo::default() };
+        let info = new_state();
+        self.note.add_froze(&info.name)?;
         self.disk.snapshot(&info)?;
         Ok(())
     }
@@ -536,17 +535,17 @@ impl FlatMove {
         let identity = target.identity;
         let mut newest_first: Vec<PathBuf> =
             self.disk.layers().into_iter().rev().map(|layer| layer.path).collect();
-        let name = format!("move-{}", now_ns());
-        let left = frozen_path(&self.from, &name, Format::Qcow2).expect("it names a file");
+        let left = frozen_path(&self.from, &new_state().name, Format::Qcow2).expect("it names a file");
         newest_first[0].clone_from(&left);
         let options = OpenOptions { format: Some(Format::Raw), ..self.open.clone() };
         let home = FlatHome { path: self.to.clone(), options, copy: target };
         let (disk, copy) = (Arc::clone(&self.disk), Copy::new(&self.copy.store, &self.to, self.copy.skips));
+        let mut unreadable = Vec::new();
         let switched = self.disk.leave_chain(home, || {
-            if newest_frozen(&disk).as_deref() != self.pass.as_ref().map(|pass| pass.state.path()) {
+            if newest_frozen(disk.layers()).as_deref() != self.pass.as_ref().map(|pass| pass.state.path()) {
                 return Err(Error::Changed { layer: self.from.clone() });
             }
-            copy_last(disk, copy)?;
+            unreadable = copy_last(disk, copy)?;
             note_moved(&self.from, &self.to, true)?;
             // Else it would speak of the next disk that has the name.
             self.note.remove()?;
@@ -557,29 +556,31 @@ impl FlatMove {
             forget_moved(&self.from);
         }
         if let Err(Error::Changed { .. }) = switched {
-            // Somebody took a snapshot: there is another layer to copy.
+            // A snapshot was taken meanwhile: its layer must be copied, too.
             self.target = Some(Opened { store: Arc::clone(&self.copy.store), identity });
             return self.next_pass();
         }
         self.let_run();
         switched?;
         self.phase = Phase::Whole;
+        self.copy.unreadable.append(&mut unreadable);
         note_left(&self.from, &newest_first);
         Ok(())
     }
 }
 
 /// The layer below the one that takes the writes.
-fn newest_frozen(disk: &Disk) -> Option<PathBuf> {
-    disk.layers().into_iter().rev().nth(1).map(|layer| layer.path)
+fn newest_frozen(layers: Vec<LayerInfo>) -> Option<PathBuf> {
+    layers.into_iter().rev().nth(1).map(|layer| layer.path)
 }
 
 fn bytes_of(ranges: &[GuestRange]) -> u64 {
     ranges.iter().map(|range| range.len).sum()
 }
 
-/// Copies what the active layer has, while writes are held. A target that takes too long is left to its thread, which keeps it locked.
-fn copy_last(disk: Arc<Disk>, mut copy: Copy) -> Result<()> {
+/// Copies what the active layer has, while writes are held. Returns what cannot be read of it. A target that takes too long is left to its
+/// thread, which keeps it locked.
+fn copy_last(disk: Arc<Disk>, mut copy: Copy) -> Result<Vec<Unreadable>> {
     let target = copy.name.clone();
     let (done, result) = channel();
     let mut copied = move || {
@@ -587,11 +588,12 @@ fn copy_last(disk: Arc<Disk>, mut copy: Copy) -> Result<()> {
             let mut at = range.start;
             while at < range.end() {
                 let part = GuestRange::new(at, STEP.min(range.end() - at));
-                copy.take(&disk, part, (false, true))?;
+                copy.take(&disk, part, How::AGAIN)?;
                 at = part.end();
             }
         }
-        copy.finish()
+        copy.finish()?;
+        Ok(std::mem::take(&mut copy.unreadable))
     };
     thread::spawn(move || {
         let _ = done.send(copied());

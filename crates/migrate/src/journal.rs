@@ -6,8 +6,8 @@
 //!   /a/.web.qcow2.sending  lines of JSON: that a flat copy was begun, and where; gone once the disk has moved
 //! ```
 //!
-//! A line counts when it is on stable storage, and what it tells is, too. What is torn at its end tells nothing. That the disk has moved is told
-//! by its old path: it is gone. Once the journal says so, too, another disk may have that path.
+//! A line is written once what it records is on stable storage. A torn end of the file is ignored. The disk has moved when its old path is
+//! gone; once the journal records that, another disk may use the path.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -114,6 +114,35 @@ fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     Err(io::Error::new(io::ErrorKind::PermissionDenied, "it is not this user's alone"))
 }
 
+/// Makes such a file, empty.
+fn make_own(path: &Path) -> io::Result<File> {
+    let mut options = File::options();
+    let file = open_own(path, options.append(true).create(true).mode(PRIVATE))?;
+    file.set_len(0)?;
+    Ok(file)
+}
+
+/// Such a file, to be gone on with, and what it has; `None` where there is none.
+fn read_own(path: &Path) -> Result<Option<(File, Vec<u8>)>> {
+    let mut file = match open_own(path, File::options().read(true).append(true)) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::of_file(path, "open what is noted of a move")(error)),
+    };
+    let mut text = Vec::new();
+    file.read_to_end(&mut text).map_err(Error::of_file(path, "read what is noted of a move"))?;
+    Ok(Some((file, text)))
+}
+
+fn text_of(lines: &[impl Serialize]) -> Vec<u8> {
+    let mut text = Vec::new();
+    for line in lines {
+        serde_json::to_writer(&mut text, line).expect("text and numbers");
+        text.push(b'\n');
+    }
+    text
+}
+
 fn note_beside(disk: &Path, end: &str) -> PathBuf {
     let mut name = OsString::from(".");
     name.push(disk.file_name().unwrap_or_default());
@@ -129,10 +158,7 @@ impl Journal {
     /// Begins that of a move from `from` to `to`. It has its name once its first line is on stable storage.
     pub(crate) fn begin(from: &Path, to: &Path, keep_s: u64) -> Result<Self> {
         let (path, draft) = (journal_of(to), note_beside(to, ".moving.new"));
-        let mut options = File::options();
-        let file = options.append(true).create(true).mode(PRIVATE);
-        let file = open_own(&draft, file).and_then(|file| file.set_len(0).map(|()| file));
-        let file = file.map_err(Error::of_file(&draft, "make the journal"))?;
+        let file = make_own(&draft).map_err(Error::of_file(&draft, "make the journal"))?;
         let mut journal = Self::new(path, file, (path_to_text(from), keep_s));
         journal.append(&[Line::Begin { version: VERSION, from: path_to_text(from), keep_s }])?;
         fs::rename(&draft, &journal.path).map_err(Error::of_file(&journal.path, "name the journal"))?;
@@ -162,13 +188,7 @@ impl Journal {
     /// A file that is none.
     pub(crate) fn find(to: &Path) -> Result<Option<Self>> {
         let path = journal_of(to);
-        let mut text = Vec::new();
-        let mut file = match open_own(&path, File::options().read(true).append(true)) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(Error::of_file(&path, "open the journal")(error)),
-        };
-        file.read_to_end(&mut text).map_err(Error::of_file(&path, "read the journal"))?;
+        let Some((file, text)) = read_own(&path)? else { return Ok(None) };
         let wrong = |why: &str| Error::Journal { path: path.clone(), why: why.to_owned() };
         let (mut lines, mut len) = (Vec::new(), 0);
         for line in text.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n")) {
@@ -207,11 +227,7 @@ impl Journal {
     }
 
     fn append(&mut self, lines: &[Line]) -> Result<()> {
-        let mut text = Vec::new();
-        for line in lines {
-            serde_json::to_writer(&mut text, line).expect("text and numbers");
-            text.push(b'\n');
-        }
+        let text = text_of(lines);
         let mut write = || {
             // What follows a torn line could not be read.
             if self.is_torn {
@@ -281,7 +297,7 @@ pub(crate) fn note_moved(from: &Path, to: &Path, raw: bool) -> Result<()> {
     let draft = note_beside(from, ".moved.new");
     let text = serde_json::to_vec(&Note { version: VERSION, to: path_to_text(to), raw }).expect("text");
     let write = || {
-        let mut file = File::options().write(true).create(true).truncate(true).mode(PRIVATE).open(&draft)?;
+        let mut file = make_own(&draft)?;
         file.write_all(&text)?;
         file.sync_all()?;
         fs::rename(&draft, &path)
@@ -346,8 +362,7 @@ impl Sending {
     /// Notes beside the disk at `from` that it is sent to `to`. On stable storage when this returns.
     pub(crate) fn begin(from: &Path, to: &Path) -> Result<Self> {
         let path = note_beside(from, ".sending");
-        let file = File::options().write(true).create(true).truncate(true).mode(PRIVATE).open(&path);
-        let file = file.map_err(Error::of_file(&path, "note the move"))?;
+        let file = make_own(&path).map_err(Error::of_file(&path, "note the move"))?;
         let mut note = Self { path, file, to: to.to_owned(), froze: Vec::new() };
         note.add(&Sent::Begin { version: VERSION, to: path_to_text(to) })?;
         flush_directory(from.parent().unwrap_or(Path::new(".")))?;
@@ -357,14 +372,9 @@ impl Sending {
     /// The note beside the disk at `from`, if there is one. One that is torn says nothing.
     pub(crate) fn find(from: &Path) -> Result<Option<Self>> {
         let path = note_beside(from, ".sending");
-        let mut file = match open_own(&path, File::options().read(true).append(true)) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(Error::of_file(&path, "open the note of a move")(error)),
-        };
-        let mut text = String::new();
-        file.read_to_string(&mut text).map_err(Error::of_file(&path, "read the note of a move"))?;
-        let mut lines = text.lines().map_while(|line| serde_json::from_str::<Sent>(line).ok());
+        let Some((file, text)) = read_own(&path)? else { return Ok(None) };
+        let lines = text.split(|&byte| byte == b'\n');
+        let mut lines = lines.map_while(|line| serde_json::from_slice::<Sent>(line).ok());
         let Some(Sent::Begin { version: VERSION, to }) = lines.next() else { return Ok(None) };
         let froze = lines.filter_map(|line| match line {
             Sent::Froze { name } => Some(name),
@@ -375,9 +385,7 @@ impl Sending {
     }
 
     fn add(&mut self, line: &Sent) -> Result<()> {
-        let mut text = serde_json::to_vec(line).expect("text and numbers");
-        text.push(b'\n');
-        let written = self.file.write_all(&text).and_then(|()| self.file.sync_data());
+        let written = self.file.write_all(&text_of(&[line])).and_then(|()| self.file.sync_data());
         written.map_err(Error::of_file(&self.path, "note the move"))
     }
 

@@ -531,13 +531,11 @@ impl Moving {
         left > self.rest && self.frozen_bytes.is_none_or(|before| left < before / 2)
     }
 
-    /// What a state is called that is made for the sake of the move.
+    /// A state that is made for the sake of the move; the journal has it.
     fn state(&mut self) -> Result<SnapshotInfo> {
-        let taken_ns = now_ns();
-        let name = format!("move-{taken_ns}");
-        self.journal.add_froze(&name)?;
-        let labels = vec![(MOVE_LABEL.to_owned(), String::new())];
-        Ok(SnapshotInfo { name, taken_ns, labels, ..SnapshotInfo::default() })
+        let info = new_state();
+        self.journal.add_froze(&info.name)?;
+        Ok(info)
     }
 
     fn freeze(&mut self) -> Result<()> {
@@ -696,6 +694,13 @@ fn is_removed(path: &Path) -> bool {
     fs::remove_file(path).map_or_else(|error| error.kind() == ErrorKind::NotFound, |()| true)
 }
 
-fn absolute(path: &Path) -> Result<PathBuf> {
+/// A state that is made for the sake of a move.
+pub(crate) fn new_state() -> SnapshotInfo {
+    let taken_ns = now_ns();
+    let labels = vec![(MOVE_LABEL.to_owned(), String::new())];
+    SnapshotInfo { name: format!("move-{taken_ns}"), taken_ns, labels, ..SnapshotInfo::default() }
+}
+
+pub(crate) fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path).map_err(Error::of_file(path, "find its directory"))
 }

@@ -16,6 +16,7 @@ use common::flat::{assert_reads, assert_same, pattern, write};
 use common::io::Client;
 use common::ledger::Step;
 use common::stock::{assert_clean, content, path_str, qemu_img};
+use common::wait::wait_until;
 use common::{open_with, random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::SnapshotInfo;
@@ -133,11 +134,7 @@ impl Server {
         let mut command = Command::new("qemu-nbd");
         command.args(["-t", "-x", "web", "-f", "raw", "-k"]).arg(&socket).arg(file);
         let server = Self { child: command.spawn().unwrap(), socket };
-        let began = Instant::now();
-        while !server.socket.exists() {
-            assert!(began.elapsed() < Duration::from_secs(30), "qemu-nbd does not listen");
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        wait_until("qemu-nbd listens", || server.socket.exists());
         server
     }
 
