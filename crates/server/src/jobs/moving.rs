@@ -26,6 +26,8 @@ type OnMove = Box<dyn Fn(Report) + Send>;
 pub(crate) struct DiskMove {
     moving: Box<dyn Move>,
     tell: OnMove,
+    /// As it was told last.
+    report: Report,
     /// Bytes written, of which `counted` whole steps are.
     written: u64,
     counted: u64,
@@ -44,16 +46,18 @@ impl fmt::Debug for DiskMove {
 impl DiskMove {
     /// With `time`, it is to be over by then.
     pub(crate) fn new(moving: Box<dyn Move>, time: Option<Duration>, tell: OnMove) -> Self {
-        tell(moving.report());
+        let report = moving.report();
+        tell(report.clone());
         let schedule = time.map(|time| Schedule::new(time, Instant::now()));
-        Self { moving, tell, written: 0, counted: 0, retry: Retry::default(), schedule, is_late: false }
+        let retry = Retry::default();
+        Self { moving, tell, report, written: 0, counted: 0, retry, schedule, is_late: false }
     }
 
     /// Until when the next step may wait for the sake of the guest.
     fn may_wait_until(&mut self) -> Option<Instant> {
         let (schedule, now) = (self.schedule?, Instant::now());
         // From the switch on it needs both directories: the sooner it is over the better.
-        let report = (self.moving.phase() == Phase::Copying).then(|| self.moving.report())?;
+        let report = (self.report.phase == Phase::Copying).then_some(&self.report)?;
         if let Some(late) = schedule.late_by(self.written, report.left_bytes, now).filter(|_| !self.is_late) {
             tracing::warn!(disk = %report.from.display(), seconds = late.as_secs(), "its move will be over so much later than asked for, at this rate");
             self.is_late = true;
@@ -68,7 +72,7 @@ impl Work for DiskMove {
     type Error = Error;
 
     fn total(&self) -> u64 {
-        self.counted + self.moving.report().left_bytes.div_ceil(STEP) + 1
+        self.counted + self.report.left_bytes.div_ceil(STEP) + 1
     }
 
     fn select(&mut self) -> Result<Next<()>, Error> {
@@ -80,7 +84,8 @@ impl Work for DiskMove {
 
     fn apply(&mut self, (): (), most: u64) -> Result<Step, Error> {
         let done = self.moving.step(most.min(STEP));
-        (self.tell)(self.moving.report());
+        self.report = self.moving.report();
+        (self.tell)(self.report.clone());
         match done {
             Ok(bytes) => {
                 self.retry.worked();
