@@ -53,10 +53,8 @@ impl Bucket {
     }
 
     /// Sleeps until the next step may begin, but no longer than `goes_on` holds.
-    pub fn wait_while(&self, mut goes_on: impl FnMut() -> bool) {
-        while goes_on() && !self.wait(Instant::now()).is_zero() {
-            thread::sleep(self.wait(Instant::now()).min(LOOK_EVERY));
-        }
+    pub fn wait_while(&self, goes_on: impl FnMut() -> bool) {
+        wait_while(goes_on, || self.wait(Instant::now()));
     }
 
     /// How long to wait before the next step.
@@ -65,6 +63,17 @@ impl Bucket {
             Some(_) => self.paid_at.saturating_duration_since(now),
             None => Duration::ZERO,
         }
+    }
+}
+
+/// Sleeps until nothing is `left`, but no longer than `goes_on` holds.
+pub fn wait_while(mut goes_on: impl FnMut() -> bool, left: impl Fn() -> Duration) {
+    while goes_on() {
+        let left = left();
+        if left.is_zero() {
+            break;
+        }
+        thread::sleep(left.min(LOOK_EVERY));
     }
 }
 

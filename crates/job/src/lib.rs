@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-pub use self::bucket::Bucket;
+pub use self::bucket::{Bucket, wait_while};
 
 /// Something to be done in steps.
 pub trait Work {

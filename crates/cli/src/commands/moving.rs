@@ -7,14 +7,13 @@ use std::process::ExitCode;
 use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
 use vmstrata_api::{DiskDetail, DiskList, JobSpec, MovePhase, MoveStatus, UnreadableRange, encode_segment};
 use vmstrata_disk::{Disk, OpenOptions, directory_of, probe_chain};
-use vmstrata_job::Bucket;
+use vmstrata_job::{Bucket, wait_while};
 use vmstrata_migrate::{
     FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, Plan, Schedule, Unreadable, allocated, is_flat,
 };
@@ -31,9 +30,6 @@ use crate::audit;
 use crate::client::Client;
 use crate::output::{Progress, Table, answer, counted};
 use crate::units::short_size;
-
-/// How often a move that waits looks whether it is to stop.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// What was done, for scripts.
 #[derive(Debug, Serialize)]
@@ -305,11 +301,9 @@ fn go(moving: &mut dyn Move, args: &MoveArgs) -> Result<(Moved, Vec<String>)> {
             progress.update("move", copied, copied + left);
             bucket.take(bytes, Instant::now());
             bucket.wait_while(|| !stop.load(Ordering::Relaxed));
-            while !stop.load(Ordering::Relaxed)
-                && let Some(wait) = schedule.map(|schedule| schedule.may_wait(copied, left, Instant::now()))
-                && !wait.is_zero()
-            {
-                thread::sleep(wait.min(LOOK_EVERY));
+            if let Some(schedule) = schedule {
+                let goes_on = || !stop.load(Ordering::Relaxed);
+                wait_while(goes_on, || schedule.may_wait(copied, left, Instant::now()));
             }
         }
         Ok(())
