@@ -28,7 +28,7 @@ use rustix::net::{Shutdown, shutdown};
 use vmstrata_store::{Segment, Slices, Store, copy_from_slice, copy_to_slice, total_len};
 use vmstrata_types::HostOffset;
 
-use crate::option::{INFO_BLOCK_SIZE, INFO_EXPORT, OptionKind};
+use crate::option::{INFO_BLOCK_SIZE, INFO_EXPORT, OptionKind, ReplyKind};
 use crate::request::{Command, Request};
 use crate::uri::{Place, Uri};
 use crate::{
@@ -408,8 +408,8 @@ impl Greeting<'_> {
             let data = self.read(len as usize)?;
             let mut fields = Fields(&data);
             match kind {
-                ACK => break,
-                INFO => match fields.u16()? {
+                _ if kind == ReplyKind::Ack as u32 => break,
+                _ if kind == ReplyKind::Info as u32 => match fields.u16()? {
                     INFO_EXPORT => export = Some((fields.u64()?, fields.u16()?)),
                     INFO_BLOCK_SIZE => {
                         (block_min, _, payload_max) = (fields.u32()?, fields.u32()?, fields.u32()?)
@@ -440,19 +440,19 @@ impl Greeting<'_> {
     }
 }
 
-/// Of replies to options ([`crate::option::ReplyKind`]).
-const ACK: u32 = 1;
-const INFO: u32 = 3;
+/// The bit that replies to options have which are errors.
 const ERROR: u32 = 1 << 31;
 
 fn refusal(kind: u32, why: &str) -> String {
-    let what = match kind & !ERROR {
-        1 | 3 => "the NBD server does not know what was asked for",
-        2 => "the NBD server forbids it",
-        5 => "the NBD server asks for TLS, which cannot be had here",
-        6 => "the NBD server has no such export",
-        7 => "the NBD server is going away",
-        _ => "the NBD server refuses",
-    };
+    let known = [
+        (ReplyKind::ErrUnsup, "the NBD server does not know what was asked for"),
+        (ReplyKind::ErrInvalid, "the NBD server does not know what was asked for"),
+        (ReplyKind::ErrPolicy, "the NBD server forbids it"),
+        (ReplyKind::ErrTlsReqd, "the NBD server asks for TLS, which cannot be had here"),
+        (ReplyKind::ErrUnknown, "the NBD server has no such export"),
+        (ReplyKind::ErrShutdown, "the NBD server is going away"),
+    ];
+    let what = known.iter().find(|(known, _)| *known as u32 == kind);
+    let what = what.map_or("the NBD server refuses", |(_, what)| what);
     if why.is_empty() { what.to_owned() } else { format!("{what}: {why}") }
 }
