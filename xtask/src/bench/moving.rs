@@ -33,6 +33,7 @@ use super::report::{Report, Row};
 use super::results::median;
 use super::server::{self, Kind, vmstrata};
 use super::shown::Shown;
+use crate::answer::wait_for_answer;
 use crate::chain::{self, Base, Plan, Spec};
 
 /// Where the results are kept.
@@ -298,6 +299,24 @@ fn idle(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     own.side.stop()
 }
 
+/// Runs a command while a guest works, again and again; each time with another seed. Returns what it printed, and the time that it took.
+fn under_work(
+    command: &mut Command,
+    client: &mut Client,
+    round: u32,
+    mut work: impl FnMut(&mut Client, u64) -> Result<()>,
+) -> Result<(Vec<u8>, Duration)> {
+    thread::scope(|scope| {
+        let running = scope.spawn(|| timed(command));
+        let mut seed = u64::from(round) << 32;
+        while !running.is_finished() {
+            work(client, seed)?;
+            seed += 1;
+        }
+        running.join().expect("no panic")
+    })
+}
+
 fn busy(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     let mut own = Mover::new(full(options.size, Kind::Vmstrata, &dir.join("busy"))?)?;
     let (mut sent, mut times) = (Vec::new(), Vec::new());
@@ -305,16 +324,8 @@ fn busy(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
         let bytes = allocated(own.path.parent().context("a directory")?)?;
         settle();
         let mut command = own.command(None)?;
-        let client = &mut own.side.client;
-        let (said, took) = thread::scope(|scope| -> Result<_> {
-            let moves = scope.spawn(move || timed(&mut command));
-            let mut seed = u64::from(round) << 32;
-            while !moves.is_finished() {
-                works(client, seed, options.turn / 10)?;
-                seed += 1;
-            }
-            moves.join().expect("no panic")
-        })?;
+        let work = |client: &mut Client, seed| works(client, seed, options.turn / 10).map(drop);
+        let (said, took) = under_work(&mut command, &mut own.side.client, round, work)?;
         let moved = own.moved(&said)?;
         sent.push(moved.copied_bytes as f64 / bytes as f64);
         times.push(took.as_secs_f64());
@@ -358,24 +369,16 @@ fn estimated(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
         // It is said in whole seconds.
         let mut command = own.command(Some(options.rate / 2))?;
         let control = own.control()?;
-        let client = &mut own.side.client;
-        let began = Instant::now();
-        let (said, took, end) = thread::scope(|scope| -> Result<_> {
-            let moves = scope.spawn(move || timed(&mut command));
-            let mut end = None;
-            let mut seed = u64::from(round) << 32;
-            while !moves.is_finished() {
-                let access = Access::RandomWrite { round: 0 };
-                let time = Duration::from_millis(100);
-                client.run_timed(&Load { access, fua: true, block: BLOCK, depth: 1, time, seed })?;
-                seed += 1;
-                if end.is_none() {
-                    end = foreseen(&control)?.map(|left| began.elapsed().as_secs_f64() + left);
-                }
+        let (began, mut end) = (Instant::now(), None);
+        let work = |client: &mut Client, seed| {
+            let (access, time) = (Access::RandomWrite { round: 0 }, Duration::from_millis(100));
+            client.run_timed(&Load { access, fua: true, block: BLOCK, depth: 1, time, seed })?;
+            if end.is_none() {
+                end = foreseen(&control)?.map(|left| began.elapsed().as_secs_f64() + left);
             }
-            let (said, took) = moves.join().expect("no panic")?;
-            Ok((said, took, end))
-        })?;
+            Ok(())
+        };
+        let (said, took) = under_work(&mut command, &mut own.side.client, round, work)?;
         own.moved(&said)?;
         let end = end.context("the job was over before a fifth of it was seen")?;
         off.push((end / took.as_secs_f64() - 1.0).abs());
@@ -395,16 +398,8 @@ fn flat(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
         settle();
         let mut command = own.command(None)?;
         command.arg("--yes");
-        let client = &mut own.side.client;
-        let (said, took) = thread::scope(|scope| -> Result<_> {
-            let moves = scope.spawn(move || timed(&mut command));
-            let mut seed = u64::from(round) << 32;
-            while !moves.is_finished() {
-                works(client, seed, options.turn / 10)?;
-                seed += 1;
-            }
-            moves.join().expect("no panic")
-        })?;
+        let work = |client: &mut Client, seed| works(client, seed, options.turn / 10).map(drop);
+        let (said, took) = under_work(&mut command, &mut own.side.client, round, work)?;
         let moved: Moved = serde_json::from_slice(&said).context("what the command says")?;
         times.push(took.as_secs_f64());
         sent.push(moved.copied_bytes as f64 / options.size as f64);
@@ -435,12 +430,12 @@ impl Target {
         File::create(&file)?.set_len(size)?;
         let mut command = Command::new("qemu-nbd");
         let child = command.args(["-t", "-f", "raw", "-k"]).arg(&socket).arg(&file).spawn()?;
-        let target = Self { child, socket };
-        let start = Instant::now();
-        while !target.socket.exists() {
-            ensure!(start.elapsed() < Duration::from_secs(30), "qemu-nbd does not listen");
-            thread::sleep(Duration::from_millis(10));
-        }
+        let mut target = Self { child, socket };
+        let listens = || {
+            ensure!(target.socket.exists(), "no socket yet");
+            Ok(())
+        };
+        wait_for_answer(&mut target.child, "qemu-nbd", Duration::from_secs(30), String::new, listens)?;
         Ok(target)
     }
 }
