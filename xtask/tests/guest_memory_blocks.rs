@@ -1,13 +1,11 @@
 //! Guests whose memory is in several pieces: NUMA nodes with a backend each, huge pages, a hole below 4 GiB.
 
-mod counting;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use counting::{Counting, Export, STEPS_MAX, last_count, must};
+use crate::counting::{Counting, Export, STEPS_MAX, last_count, must};
 use serde_json::Value;
 use tempfile::TempDir;
 use xtask::guest::{Hardware, Task};

@@ -1,11 +1,9 @@
 //! A guest is started before its memory is read, and counts on; repositories of its snapshot go while it does.
 
-mod counting;
-
 use std::path::Path;
 use std::process::Command;
 
-use counting::{Counting, Export, STEPS_MAX, last_count, must};
+use crate::counting::{Counting, Export, STEPS_MAX, last_count, must};
 use xtask::guest::{Task, Vm};
 
 /// Nothing in the background, so that what is read is what the guest touched.

@@ -1,12 +1,10 @@
 //! A busy guest is taken while it runs on: QEMU saves each page before the guest changes it. Its disk is an NBD export, because
 //! nobody but QEMU may write the guest's memory.
 
-mod counting;
-
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use counting::{Counting, Export, STEPS_MAX, last_count, must};
+use crate::counting::{Counting, Export, STEPS_MAX, last_count, must};
 use serde_json::Value;
 use xtask::guest::{Task, Vm};
 

@@ -1,12 +1,10 @@
 //! A guest is taken while it runs (memory, devices, disk), killed, and started again from what was taken. What is killed at
 //! any step of a snapshot leaves a guest that runs.
 
-mod counting;
-
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use counting::{Counting, Export, STEPS_MAX, last_count, must};
+use crate::counting::{Counting, Export, STEPS_MAX, last_count, must};
 use vmstrata_memory::qmp::Qmp;
 use xtask::guest::{Task, Vm};
 

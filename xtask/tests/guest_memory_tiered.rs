@@ -1,15 +1,13 @@
 //! A guest on a tiered disk is taken while nothing is published, and goes on at once; from what is published later it is started again, on
 //! its host and on another one.
 
-mod counting;
-
 use std::fs;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use counting::{Counting, STEPS_MAX, last_count, must};
+use crate::counting::{Counting, STEPS_MAX, last_count, must};
 use serde_json::Value;
 use xtask::bench::server;
 

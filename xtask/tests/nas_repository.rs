@@ -1,8 +1,6 @@
 //! A directory of a real NFS server does what every kind of repository must do.
 
-#[path = "../../crates/repo/tests/suite/mod.rs"]
-mod suite;
-
+use crate::suite;
 use std::fs;
 use std::net::IpAddr;
 

@@ -1,15 +1,12 @@
 //! Differences of random chains against what the states read as, byte by byte.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::flat::{SECTOR, some_range};
-use common::shape::{LayerShape, make};
-use common::stock::{content, path_str, qemu_img, qemu_io};
-use common::{for_seeds, patiently, random, scratch};
+use crate::common::flat::{SECTOR, some_range};
+use crate::common::shape::{LayerShape, make};
+use crate::common::stock::{content, path_str, qemu_img, qemu_io};
+use crate::common::{for_seeds, patiently, random, scratch};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_backup::{BackupFault, Diff, DiffExtent, DiffKind, DiffOptions};

@@ -1,14 +1,11 @@
 //! Reads that fail in turn under a diff, a backup and a restore; what a diff costs; and backups made to be hostile.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::faulty::FaultyFiles;
-use common::scratch;
-use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
+use crate::common::faulty::FaultyFiles;
+use crate::common::scratch;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
 use vmstrata_backup::{
     BackupOptions, BackupTarget, Diff, DiffExtent, DiffOptions, Manifest, RestoreOptions, backup,
     manifest_path, restore, verify,

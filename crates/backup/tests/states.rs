@@ -1,12 +1,9 @@
 //! Which state a backup is of, and which it may be built upon: names are not enough.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-
 use std::path::{Path, PathBuf};
 
-use common::stock::{content, qemu_io};
-use common::{scratch, small_resources};
+use crate::common::stock::{content, qemu_io};
+use crate::common::{scratch, small_resources};
 use vmstrata_backup::{
     BackupFault, BackupOptions, BackupTarget, Manifest, RestoreOptions, backup, manifest_path, restore,
 };

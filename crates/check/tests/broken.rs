@@ -1,9 +1,7 @@
 //! Images broken on purpose, each with the finding or the error it must give, beside stock tools' verdict.
 
-mod support;
-
-use support::guest::*;
-use support::*;
+use crate::support::guest::*;
+use crate::support::*;
 use vmstrata_check::{Options, Repair};
 
 /// What our check must say.

@@ -3,14 +3,12 @@
 //! What must hold of the image that is left: the disk reads as before, no cluster that was safe has become free to
 //! take while it is in use, and another repair finishes the work.
 
-mod support;
-
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-use support::guest::*;
-use support::*;
+use crate::support::guest::*;
+use crate::support::*;
 use vmstrata_check::{ErrorKind, FindingKind, Options, Repair, check};
 use vmstrata_store::{
     Crash, CrashKind, FaultPlan, FaultStore, MemoryStore, Moment, OperationKind, Store, StoreId, Survivors,

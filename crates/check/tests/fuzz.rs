@@ -1,14 +1,12 @@
 //! Images with random bytes anywhere, headers included: a check ends without a panic, a repair ends, and a second
 //! repair finds nothing more to do.
 
-mod support;
-
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use vmstrata_check::{Options, Repair, check};
 use vmstrata_store::MemoryStore;
 
-use support::*;
+use crate::support::*;
 
 fn options(repair: Repair) -> Options {
     // Small enough that no damaged offset makes a test slow, large enough for the images below.

@@ -1,10 +1,8 @@
 //! Images made to cost as much as they can: time and memory must stay in proportion to what is really there.
 
-mod support;
-
 use std::time::{Duration, Instant};
 
-use support::*;
+use crate::support::*;
 use vmstrata_check::{ErrorKind, FindingKind, Options, Repair, Report};
 
 /// Generous for a debug build on a busy machine; what the images are made to cost is hours.

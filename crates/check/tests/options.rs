@@ -1,11 +1,9 @@
 //! How a check is asked: leaks only, dirty images, progress, limits on findings and memory.
 
-mod support;
-
 use std::sync::{Arc, Mutex};
 
-use support::guest::*;
-use support::*;
+use crate::support::guest::*;
+use crate::support::*;
 use vmstrata_check::{ErrorKind, FindingKind, Options, Phase, Progress, Repair};
 
 fn rich() -> (tempfile::TempDir, std::path::PathBuf) {

@@ -1,12 +1,10 @@
 //! Our check beside stock's, over every shape of image, sound and randomly damaged.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::*;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use support::*;
 use vmstrata_check::{Options, Repair};
 
 /// An image shape: `qemu-img create` options and the size of the disk.

@@ -1,12 +1,11 @@
 //! Disks and exports that were added to a running server are its successor's, too, however it ended.
 
-mod support;
-
+use crate::support;
 use std::path::Path;
 
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, tool_ok};
 use serde_json::Value;
-use support::server::Server;
-use support::{Images, assert_clean, tool_ok};
 
 fn status(server: &Server) -> Value {
     serde_json::from_str(&server.ask_ok(["status", "--json"])).unwrap()

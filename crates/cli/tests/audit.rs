@@ -1,12 +1,10 @@
 //! Changes without a server leave the records that a server's leave.
 
-mod support;
-
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use support::{Images, audited, commands_of, run_err, run_ok, stderr, vmstrata};
+use crate::support::{Images, audited, commands_of, run_err, run_ok, stderr, vmstrata};
 use vmstrata_memory::vault::{Closing, NewSnapshot, OneDevice, Policy, Vault};
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass};
 

@@ -1,19 +1,18 @@
 //! `vmstrata backup` and `restore`, from whole processes: files, pipes, interruptions, full disks.
 
-mod support;
-
+use crate::support;
 use std::io::Read as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
-use support::killed::{calls, killed_at, some_of};
-use support::loop_device::LoopDevice;
-use support::server::Server;
-use support::{
+use crate::support::killed::{calls, killed_at, some_of};
+use crate::support::loop_device::LoopDevice;
+use crate::support::server::Server;
+use crate::support::{
     Holder, Images, assert_clean, run, run_err, run_json, run_ok, stderr, tool, tool_ok, vmstrata,
 };
+use serde_json::Value;
 
 /// A chain of three states, each with its own data.
 fn states(images: &Images) -> [String; 3] {

@@ -1,12 +1,11 @@
 //! `vmstrata check` against `qemu-img check` of the same images, clean and damaged.
 
-mod support;
-
+use crate::support;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::support::{Images, assert_clean, run, run_err, run_json, run_ok, stderr, tool};
 use serde_json::Value;
-use support::{Images, assert_clean, run, run_err, run_json, run_ok, stderr, tool};
 
 /// Counters both tools print; stock leaves out those that are 0.
 const COUNTERS: [&str; 7] = [

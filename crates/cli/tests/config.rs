@@ -1,12 +1,10 @@
 //! `vmstrata serve --config`: a file says what flags say, and where it is wrong.
 
-mod support;
-
 use std::fs;
 
-use support::http::ask;
-use support::server::Server;
-use support::{Images, assert_clean, run_err, tool_ok};
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_err, tool_ok};
 
 #[test]
 fn a_server_of_a_file_serves_what_the_file_says_and_flags_win() {

@@ -1,16 +1,14 @@
 //! The control socket's OpenAPI document is true: each operation is asked for, and every answer is checked against it. So is
 //! each answer that the other tests of the control socket get.
 
-mod support;
-
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
 
+use crate::support::contract::{check, check_event, operations};
+use crate::support::http::{Answer, ask, connect};
+use crate::support::server::Server;
+use crate::support::{Images, tool_ok, wait_until};
 use serde_json::{Value, json};
-use support::contract::{check, check_event, operations};
-use support::http::{Answer, ask, connect};
-use support::server::Server;
-use support::{Images, tool_ok, wait_until};
 
 /// What was asked for, and answered with success.
 struct Client {

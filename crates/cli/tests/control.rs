@@ -1,7 +1,5 @@
 //! A running server under control: disks and exports come and go, and what was not asked about does not notice.
 
-mod support;
-
 use std::io::{Read, Write as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
@@ -9,11 +7,11 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::support::http::{ask, connect};
+use crate::support::server::Server;
+use crate::support::{Holder, Images, assert_clean, run_err, stderr, tool, tool_ok, vmstrata, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use support::http::{ask, connect};
-use support::server::Server;
-use support::{Holder, Images, assert_clean, run_err, stderr, tool, tool_ok, vmstrata, wait_until};
 
 fn disk(path: &Path, name: &str) -> String {
     format!("path={},name={name}", path.display())

@@ -1,7 +1,6 @@
 //! The control socket against clients that are wrong, slow, many or malicious.
 
-mod support;
-
+use crate::support;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
@@ -10,10 +9,10 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use crate::support::http::{ask, ask_raw, connect, read_answer};
+use crate::support::server::Server;
+use crate::support::{Holder, Images, stderr, tool_ok};
 use serde_json::Value;
-use support::http::{ask, ask_raw, connect, read_answer};
-use support::server::Server;
-use support::{Holder, Images, stderr, tool_ok};
 
 fn start(images: &Images) -> Server {
     let path = images.create("a.qcow2", &["16M"]);

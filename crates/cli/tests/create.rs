@@ -1,12 +1,11 @@
 //! `vmstrata create` as stock tools see its images.
 
-mod support;
-
+use crate::support;
 use std::fs;
 use std::path::Path;
 
+use crate::support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok};
 use serde_json::Value;
-use support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok};
 
 fn qemu_info(path: &Path) -> Value {
     tool_json("qemu-img", ["info", "--output=json", path.to_str().unwrap()])

@@ -1,9 +1,7 @@
 //! `vmstrata diff` against what qemu-img says of the same states.
 
-mod support;
-
+use crate::support::{Holder, Images, run, run_err, run_json, run_ok, stderr, tool_json};
 use serde_json::{Value, json};
-use support::{Holder, Images, run, run_err, run_json, run_ok, stderr, tool_json};
 
 /// Two states of 64 MiB; the newer one has data, zeros over data, and zeros over nothing.
 fn pair(images: &Images) -> [String; 2] {

@@ -1,13 +1,11 @@
 //! `vmstrata gc` and `snapshot list --all`: what disks leave behind is listed, and removed only where that is proved to harm nobody.
 
-mod support;
-
 use std::fs;
 use std::os::unix::fs::symlink;
 
+use crate::support::server::Server;
+use crate::support::{Holder, Images, assert_clean, run_err, run_json, run_ok, tool_ok};
 use serde_json::{Value, json};
-use support::server::Server;
-use support::{Holder, Images, assert_clean, run_err, run_json, run_ok, tool_ok};
 
 fn qemu_io(target: &str, command: &str) {
     let said = tool_ok("qemu-io", ["-c", command, target]);

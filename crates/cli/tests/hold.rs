@@ -1,10 +1,8 @@
 //! `vmstrata snapshot hold` and `release`: what is held is dropped by no command and no rule.
 
-mod support;
-
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run, run_err, run_json, run_ok, stderr, tool_ok, wait_until};
 use serde_json::{Value, json};
-use support::server::Server;
-use support::{Images, assert_clean, run, run_err, run_json, run_ok, stderr, tool_ok, wait_until};
 
 fn write(target: &str, pattern: usize) {
     let said = tool_ok("qemu-io", ["-c", &format!("write -P {pattern} 0 64k"), target]);

@@ -1,13 +1,11 @@
 //! `vmstrata index`: what it prints, its exit codes, and what stock tools find afterwards.
 
-mod support;
-
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
-use support::http::ask;
-use support::server::Server;
-use support::{Holder, Images, assert_clean, run, run_err, run_json, run_ok, tool_ok};
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::{Holder, Images, assert_clean, run, run_err, run_json, run_ok, tool_ok};
 
 /// `0.qcow2` to `4.qcow2`, made by vmstrata and written by qemu-io; the last is the active layer.
 fn chain(images: &Images) -> PathBuf {

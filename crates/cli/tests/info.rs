@@ -1,11 +1,9 @@
 //! `vmstrata info` against `qemu-img info` of the same images.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::{Holder, Images, run_err, run_json, run_ok, tool, tool_json, tool_ok};
 use serde_json::Value;
-use support::{Holder, Images, run_err, run_json, run_ok, tool, tool_json, tool_ok};
 
 /// What both tools must agree on, of an object that either printed.
 const SHARED: [&str; 7] = [

@@ -1,14 +1,13 @@
 //! Long work of a running server: begun, watched, slowed, paused and ended, while the disk is used.
 
-mod support;
-
+use crate::support;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_ok, tool_ok};
 use serde_json::Value;
-use support::http::ask;
-use support::server::Server;
-use support::{Images, assert_clean, run_ok, tool_ok};
 
 /// A disk of 30 layers made by this program, so that indices lie in the layers, and its server.
 fn start(images: &Images) -> Server {

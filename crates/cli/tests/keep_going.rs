@@ -1,13 +1,11 @@
 //! A server that goes on without what it cannot open, and serves it once it can.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::{Images, run_err, tool_ok, wait_until};
 use serde_json::Value;
-use support::http::ask;
-use support::server::Server;
-use support::{Images, run_err, tool_ok, wait_until};
 
 fn status(server: &Server) -> Value {
     ask(&server.control(), "GET", "/v1/status", "").json()

@@ -1,12 +1,10 @@
 //! Every operation on files, killed at each system call in which it changes one. Whatever is left, every state reads as it
 //! did, nothing is corrupt, and the operation can be made again, after which it is as if nothing had been killed.
 
-mod support;
-
 use std::os::unix::fs::FileExt as _;
 
-use support::trial::{Operation, Trial, command};
-use support::{Images, run_ok};
+use crate::support::trial::{Operation, Trial, command};
+use crate::support::{Images, run_ok};
 
 /// `web.qcow2` with the snapshots s0, s1 and s2, each with a cluster of its own, and one they all wrote.
 fn with_history(images: &Images) {

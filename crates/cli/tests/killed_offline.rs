@@ -1,11 +1,10 @@
 //! Checks, repairs, offline commands and the next server keep the unflushed writes of a killed server.
 
-mod support;
-
+use crate::support;
 use std::process::Command;
 
-use support::server::Server;
-use support::{Images, run_err, run_json, run_ok, tool};
+use crate::support::server::Server;
+use crate::support::{Images, run_err, run_json, run_ok, tool};
 use tempfile::TempDir;
 
 /// Writes 1 and flushes, then writes 2 and 3 and does not.

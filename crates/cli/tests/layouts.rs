@@ -1,13 +1,11 @@
 //! Images as tools lay them out, odd and damaged: what stock QEMU says and reads, beside what vmstrata says and reads. Each
 //! difference is a decision, and its reason stands in the table.
 
-mod support;
-
 use std::fs;
 use std::path::Path;
 
+use crate::support::{Images, run, stderr, tool, tool_json, tool_ok};
 use serde_json::Value;
-use support::{Images, run, stderr, tool, tool_json, tool_ok};
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
 use vmstrata_store::Segment;
 use vmstrata_types::GuestOffset;

@@ -3,17 +3,16 @@
 //! Each test has a libvirtd of its own, in session mode with all its files in a scratch directory; that of the last one is
 //! privileged, in a mount namespace. Root's tests run it as `nobody`, for session mode is not for root. Guests are emulated.
 
-mod support;
-
+use crate::support;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
+use crate::support::server::Server;
+use crate::support::{Images, stderr, wait_until};
 use rustix::process::{Pid, Signal, getegid, geteuid, kill_process};
 use serde_json::Value;
-use support::server::Server;
-use support::{Images, stderr, wait_until};
 
 /// Whom session mode is for when root runs the tests: `nobody`, whom every host has.
 const NOBODY: u32 = 65_534;

@@ -1,10 +1,8 @@
 //! A host that gives the program little: what is missing is named.
 
-mod support;
-
 use std::process::Command;
 
-use support::{Images, stderr};
+use crate::support::{Images, stderr};
 
 /// What `vmstrata` says when it is started by a shell's `setup; exec vmstrata …`, and fails.
 fn refused(setup: &str, args: &[&str]) -> String {

@@ -1,12 +1,10 @@
 //! `vmstrata map` against `qemu-img map` of the same images, byte range by byte range.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::server::Server;
+use crate::support::{Images, run_err, run_json, run_ok, tool_json, tool_ok};
 use serde_json::Value;
-use support::server::Server;
-use support::{Images, run_err, run_json, run_ok, tool_json, tool_ok};
 
 /// What a map says about one place: whether something is there, what, how deep, and at which offset of the file.
 type Place = (bool, bool, u64, Option<u64>);

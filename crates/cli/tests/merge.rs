@@ -1,12 +1,11 @@
 //! `vmstrata snapshot delete` and `vmstrata flatten` as a person and a script use them, with stock tools to judge.
 
-mod support;
-
+use crate::support;
 use std::os::unix::fs::MetadataExt as _;
 
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok, wait_until};
 use serde_json::{Value, json};
-use support::server::Server;
-use support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok, wait_until};
 
 fn qemu_io(images: &Images, name: &str, command: &str) {
     let said = tool_ok("qemu-io", ["-c", command, &images.name(name)]);

@@ -1,12 +1,11 @@
 //! `vmstrata merge` and `vmstrata flatten --onto` on chains that stock tools made, whose layers have no names.
 
-mod support;
-
+use crate::support;
 use std::path::Path;
 
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok, vmstrata};
 use serde_json::json;
-use support::server::Server;
-use support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok, vmstrata};
 
 const LAYERS: usize = 10;
 

@@ -1,17 +1,15 @@
 //! `vmstrata move` and `vmstrata drain`: of disks in use, and without a server.
 
-mod support;
-
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Command};
 use std::time::Duration;
 
+use crate::support::guest::Guest;
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_err, run_ok, tool_ok, vmstrata, wait_until};
 use serde_json::{Value, json};
-use support::guest::Guest;
-use support::http::ask;
-use support::server::Server;
-use support::{Images, assert_clean, run_err, run_ok, tool_ok, vmstrata, wait_until};
 
 /// A disk with a snapshot, and a model of what its guest wrote.
 struct Host {

@@ -1,10 +1,8 @@
 //! Disks by path or by the name under which they are served, and snapshots by `DISK@NAME`.
 
-mod support;
-
+use crate::support::server::Server;
+use crate::support::{Images, run_err, run_json, run_ok, wait_until};
 use serde_json::Value;
-use support::server::Server;
-use support::{Images, run_err, run_json, run_ok, wait_until};
 
 #[test]
 fn a_snapshot_is_named_beside_its_disk_or_with_it() {

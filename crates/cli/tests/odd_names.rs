@@ -1,14 +1,12 @@
 //! Files whose names are not UTF-8: every command takes them, and text shows them as `file:` URIs.
 
-mod support;
-
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
 
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_json, run_ok, tool_ok};
 use serde_json::Value;
-use support::server::Server;
-use support::{Images, assert_clean, run_json, run_ok, tool_ok};
 
 /// A path in the directory, and its text.
 fn odd(images: &Images, end: &str) -> (PathBuf, String) {

@@ -2,15 +2,13 @@
 //!
 //! Only root can be several users: as anybody else these tests have nothing to try.
 
-mod support;
-
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
+use crate::support::{Images, assert_clean, stderr, tool_ok, wait_until};
 use rustix::process::{Pid, Signal, geteuid, kill_process};
-use support::{Images, assert_clean, stderr, tool_ok, wait_until};
 
 /// Numbers of users and of a group that no host has.
 const SERVER: u32 = 61_001;

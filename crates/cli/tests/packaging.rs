@@ -1,16 +1,15 @@
 //! The service as systemd runs it: its socket passed on, its units in order, its sandbox wide enough.
 
-mod support;
-
+use crate::support;
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
+use crate::support::http::{ask, connect};
+use crate::support::{Images, assert_clean, stderr, tool, tool_ok, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
-use support::http::{ask, connect};
-use support::{Images, assert_clean, stderr, tool, tool_ok, wait_until};
 
 fn packaged(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging").join(name)

@@ -1,14 +1,12 @@
 //! `vmstrata snapshot create` with a guest agent: asked for, configured, silent, and gone in the middle.
 
-mod support;
-
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex};
 
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_err, run_json, stderr};
 use serde_json::{Value, json};
-use support::server::Server;
-use support::{Images, assert_clean, run_err, run_json, stderr};
 
 /// An agent that does as it is told, but for commands that it hangs up at; and what it was told.
 fn agent(images: &Images, name: &str, hangs_up_at: &'static str) -> (String, Arc<Mutex<Vec<String>>>) {

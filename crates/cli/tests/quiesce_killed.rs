@@ -1,7 +1,6 @@
 //! A server that is killed while a guest is frozen for a snapshot: the guest goes on.
 
-mod support;
-
+use crate::support;
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,10 +9,10 @@ use std::process::{Child, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use crate::support::server::Server;
+use crate::support::{Images, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use support::server::Server;
-use support::{Images, wait_until};
 use tempfile::TempDir;
 
 const PATIENCE: Duration = Duration::from_secs(60);

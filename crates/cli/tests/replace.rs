@@ -1,17 +1,15 @@
 //! One server takes over from another under clients that do not notice.
 
-mod support;
-
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::support::http::{ask, ask_raw};
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, tool_ok, vmstrata};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use support::http::{ask, ask_raw};
-use support::server::Server;
-use support::{Images, assert_clean, tool_ok, vmstrata};
 
 /// What a client needs that waits for its server.
 fn reconnecting(images: &Images) -> String {

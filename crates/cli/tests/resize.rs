@@ -1,12 +1,12 @@
 //! `vmstrata resize`, on files and through a server, with stock tools as witnesses.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::server::Server;
+use crate::support::{
+    Holder, Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok, wait_until,
+};
 use serde_json::{Value, json};
-use support::server::Server;
-use support::{Holder, Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok, wait_until};
 
 const MIB: u64 = 1 << 20;
 

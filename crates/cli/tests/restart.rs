@@ -1,11 +1,10 @@
 //! A server that is started again as at first, after what it served was changed: it goes on with every disk.
 
-mod support;
-
+use crate::support;
 use std::path::Path;
 
-use support::server::Server;
-use support::{Images, assert_clean, run_err, run_json, run_ok, tool_ok};
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_err, run_json, run_ok, tool_ok};
 
 fn io(server: &Server, disk: &str, command: &str) {
     let said = tool_ok("qemu-io", ["-f", "raw", "-c", command, &server.uri(disk)]);

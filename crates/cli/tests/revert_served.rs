@@ -1,7 +1,6 @@
 //! `vmstrata snapshot revert` of a disk that a server serves: to nobody at the moment, or not at all.
 
-mod support;
-
+use crate::support;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -9,10 +8,10 @@ use std::process::Stdio;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::{Holder, Images, assert_clean, run_json, run_ok, tool_ok};
 use serde_json::{Value, json};
-use support::http::ask;
-use support::server::Server;
-use support::{Holder, Images, assert_clean, run_json, run_ok, tool_ok};
 
 /// A server of `web.qcow2`, whose first 64 KiB were 1 at s1 and 2 at s2 and are 3 now, behind an NBD export and a guest's.
 fn start(images: &Images) -> (Server, String, String) {

@@ -1,7 +1,5 @@
 //! `vmstrata serve` from the outside: clients, signals, locks, crashes.
 
-mod support;
-
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixDatagram;
@@ -9,11 +7,11 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
-use support::server::Server;
-use support::{
+use crate::support::server::Server;
+use crate::support::{
     Holder, Images, assert_clean, run_err, stderr, tool, tool_json, tool_ok, vmstrata, wait_until,
 };
+use rustix::process::{Pid, Signal, kill_process};
 
 /// `--disk path=FILE,name=disk` and more.
 fn disk(path: &Path, more: &str) -> String {

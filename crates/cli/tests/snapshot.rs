@@ -1,15 +1,13 @@
 //! `vmstrata snapshot` as a person and a script use it, with stock tools to judge what it leaves.
 
-mod support;
-
 use std::fs;
 use std::path::Path;
 
-use serde_json::{Value, json};
-use support::server::Server;
-use support::{
+use crate::support::server::Server;
+use crate::support::{
     Holder, Images, assert_clean, run, run_err, run_json, run_ok, stderr, tool, tool_json, tool_ok,
 };
+use serde_json::{Value, json};
 
 fn write(images: &Images, name: &str, pattern: u8, at: &str) {
     let said = tool_ok("qemu-io", ["-c", &format!("write -P {pattern} {at}"), &images.name(name)]);

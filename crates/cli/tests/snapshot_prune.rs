@@ -1,12 +1,11 @@
 //! `vmstrata snapshot prune`: what rules keep stays as it was, the rest goes, served or not.
 
-mod support;
-
+use crate::support;
 use std::path::Path;
 
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok, wait_until};
 use serde_json::{Value, json};
-use support::server::Server;
-use support::{Images, assert_clean, run_err, run_json, run_ok, tool_json, tool_ok, wait_until};
 
 fn qemu_io(target: &str, options: &[&str], command: &str) {
     let said = tool_ok("qemu-io", [options, &["-c", command, target][..]].concat());

@@ -1,14 +1,13 @@
 //! `vmstrata snapshot create` of disks that a server serves, under load from stock tools.
 
-mod support;
-
+use crate::support;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Child, Stdio};
 
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_err, run_json, stderr, tool_json, tool_ok, wait_until};
 use serde_json::{Value, json};
-use support::server::Server;
-use support::{Images, assert_clean, run_err, run_json, stderr, tool_json, tool_ok, wait_until};
 
 /// A server with these disks of `images`, each behind one NBD socket.
 fn serve(images: &Images, disks: &[&str]) -> Server {

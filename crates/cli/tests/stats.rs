@@ -1,16 +1,15 @@
 //! What a server counts, against what its clients did.
 
-mod support;
-
+use crate::support;
 use std::fs::File;
 use std::io::{Read as _, Write as _};
 
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::{Images, tool_ok};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
 use serde_json::Value;
-use support::http::ask;
-use support::server::Server;
-use support::{Images, tool_ok};
 
 /// A chain of three layers, 16 clusters each: 0..16 from the base, 16..32 from the middle, 32..48 from the active layer.
 fn start(images: &Images) -> Server {

@@ -1,15 +1,13 @@
 //! `vmstrata survey`: what it prints, where, and with which exit code. What it finds is tested where it is found, in
 //! the survey's own crate.
 
-mod support;
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use crate::support::{Images, run, run_err, run_ok, stderr, vmstrata};
 use serde_json::Value;
-use support::{Images, run, run_err, run_ok, stderr, vmstrata};
 
 /// A disk on a base that another disk stands on too.
 fn fleet() -> Images {

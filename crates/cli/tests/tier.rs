@@ -1,18 +1,16 @@
 //! Tiered disks as users serve them: published from one host, taken over by another, cut off from the repository.
 
-mod support;
-
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use rustix::process::{Signal, kill_process};
-use serde_json::Value;
-use support::http::ask;
-use support::server::Server;
-use support::{
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::{
     Images, assert_clean, audited, run, run_err, run_json, run_ok, tool, tool_ok, vmstrata, wait_until,
 };
+use rustix::process::{Signal, kill_process};
+use serde_json::Value;
 use vmstrata_tier::is_object_name;
 
 /// A disk on a NAS, and hosts each with a directory of its own.

@@ -1,14 +1,12 @@
 //! `vmstrata tier attach` of disks in use, and of images without a server.
 
-mod support;
-
 use std::fs;
 
+use crate::support::guest::Guest;
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_err, run_ok, tool_ok, vmstrata, wait_until};
 use serde_json::{Value, json};
-use support::guest::Guest;
-use support::http::ask;
-use support::server::Server;
-use support::{Images, assert_clean, run_err, run_ok, tool_ok, vmstrata, wait_until};
 
 /// An image on a NAS, and a model of what its guest wrote.
 struct Nas {

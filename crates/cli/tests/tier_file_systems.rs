@@ -7,8 +7,6 @@
 //!   mounted, files compared, checked by the file system's own tool ◄── loop device ◄── qemu-img ◄───┘
 //! ```
 
-mod support;
-
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -18,10 +16,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::support::loop_device::LoopDevice;
+use crate::support::server::Server;
+use crate::support::{Images, tool, tool_ok, wait_until};
 use rustix::fs::OFlags;
-use support::loop_device::LoopDevice;
-use support::server::Server;
-use support::{Images, tool, tool_ok, wait_until};
 use vmstrata_repo::DirectoryRepository;
 use vmstrata_tier::{Epoch, is_object_name, newest, repository_of};
 

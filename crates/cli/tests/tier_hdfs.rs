@@ -1,19 +1,15 @@
 //! Tiered disks whose repository is in HDFS, beside its own NameNode and DataNodes.
 #![cfg(feature = "hdfs")]
 
-#[path = "../../repo/tests/hdfs/mod.rs"]
-mod hdfs;
-mod support;
-
 use std::fs;
 use std::sync::Arc;
 use std::thread;
 
-use hdfs::Cluster;
+use crate::hdfs::Cluster;
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_err, run_json, run_ok, tool, tool_ok, wait_until};
 use serde_json::Value;
-use support::http::ask;
-use support::server::Server;
-use support::{Images, assert_clean, run_err, run_json, run_ok, tool, tool_ok, wait_until};
 use vmstrata_repo::Repository;
 use vmstrata_tier::{
     Claim, DiskState, Epoch, Error, Head, OwnerId, Publisher, RepositoryAddress, newest, ship, states,

@@ -1,20 +1,18 @@
 //! Disks of a guest that are published together in HDFS, and snapshots of its memory, beside a NameNode and a DataNode.
 #![cfg(feature = "hdfs")]
 
-#[path = "../../repo/tests/hdfs/mod.rs"]
-mod hdfs;
-mod support;
-
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use hdfs::Cluster;
+use crate::hdfs::Cluster;
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::vault::Repositories;
+use crate::support::{
+    Images, assert_clean, run_err, run_json, run_ok, stderr, tool, tool_ok, vmstrata, wait_until,
+};
 use serde_json::Value;
-use support::http::ask;
-use support::server::Server;
-use support::vault::Repositories;
-use support::{Images, assert_clean, run_err, run_json, run_ok, stderr, tool, tool_ok, vmstrata, wait_until};
 
 /// Two disks of a guest in HDFS, hosts each with a directory of its own, and the vault of the guest's memory.
 struct Pair {

@@ -1,15 +1,13 @@
 //! A tour as a new user would make it: every file that is there at its end is one that a command named, and takes the space
 //! that the commands say.
 
-mod support;
-
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
+use crate::support::server::Server;
+use crate::support::{Images, assert_clean, run_json, run_ok, tool, tool_ok};
 use serde_json::Value;
-use support::server::Server;
-use support::{Images, assert_clean, run_json, run_ok, tool, tool_ok};
 
 fn write(uri: &str, command: &str) {
     let said = tool_ok("qemu-io", ["-f", "raw", "-c", command, uri]);

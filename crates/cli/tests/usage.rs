@@ -1,11 +1,9 @@
 //! The command line itself: help, usage errors, completions, a reader that goes away.
 
-mod support;
-
 use std::io::Write;
 use std::process::{Command, Stdio};
 
-use support::{Images, commands_of, run, run_err, run_ok, vmstrata};
+use crate::support::{Images, commands_of, run, run_err, run_ok, vmstrata};
 
 /// Checks a command and those below it; how many there are.
 fn check_help(command: &[&str]) -> usize {

@@ -1,16 +1,14 @@
 //! `vmstrata vm restore` of a machine without a system, killed at one system call after the other: what it leaves is a guest
 //! that goes on, or nothing. The commands of the vault are killed so, too.
 
-mod support;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use crate::support::killed::{calls, killed_at, some_of};
+use crate::support::{Images, run, run_ok, stderr, vmstrata, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
-use support::killed::{calls, killed_at, some_of};
-use support::{Images, run, run_ok, stderr, vmstrata, wait_until};
 use tempfile::TempDir;
 use vmstrata_memory::qmp::Qmp;
 use vmstrata_memory::vault::{Closing, NewSnapshot, OneDevice, Policy, Vault};

@@ -1,11 +1,9 @@
 //! `vmstrata vm pages`: what it says of memory that is no guest's. Real guests are read in the guest tests.
 
-mod support;
-
 use std::fs;
 
+use crate::support::{run, run_err};
 use serde_json::Value;
-use support::{run, run_err};
 
 #[test]
 fn memory_that_is_not_understood_is_critical_and_the_exit_code_is_2() {

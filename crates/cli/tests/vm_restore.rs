@@ -1,16 +1,15 @@
 //! `vmstrata vm restore` where it does not come to a guest: snapshots that are lost, and commands that are ended.
 
-mod support;
-
+use crate::support;
 use std::path::PathBuf;
 use std::process::{Child, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use crate::support::server::Server;
+use crate::support::vault::Repositories;
+use crate::support::{Images, run, run_err, run_json, run_ok, stderr, vmstrata, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
-use support::server::Server;
-use support::vault::Repositories;
-use support::{Images, run, run_err, run_json, run_ok, stderr, vmstrata, wait_until};
 use vmstrata_disk::snapshot::recorded_in;
 use vmstrata_memory::vault::DiskState;
 

@@ -1,8 +1,7 @@
 //! `vmstrata vm snapshot` of a machine without a system: live, where that is refused, and again and again. Guests are taken in
 //! the guest tests.
 
-mod support;
-
+use crate::support;
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::UnixListener;
@@ -10,10 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use crate::support::server::Server;
+use crate::support::{Images, audited, stderr, tool_json, vmstrata, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use support::server::Server;
-use support::{Images, audited, stderr, tool_json, vmstrata, wait_until};
 use vmstrata_memory::qmp::Qmp;
 
 /// A machine whose firmware finds nothing to start; killed when dropped.

@@ -1,12 +1,11 @@
 //! `vmstrata vm list | show | delete | prune | gc | verify | repair` on a vault with made-up guests.
 
-mod support;
-
+use crate::support;
 use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
-use support::{run, run_err, run_json, run_ok, stderr};
+use crate::support::{run, run_err, run_json, run_ok, stderr};
 use tempfile::TempDir;
 use vmstrata_memory::vault::{Closing, DiskState, NewSnapshot, OneDevice, Policy, SnapshotId, Vault};
 use vmstrata_memory::{Frame, Layout, PAGE_BYTES, PageClass};

@@ -1,14 +1,12 @@
 //! Snapshots of memory of guests on tiered disks: complete when the disks' states are published, and not before.
 
-mod support;
-
 use std::fs;
 
+use crate::support::http::ask;
+use crate::support::server::Server;
+use crate::support::vault::Repositories;
+use crate::support::{Images, run_ok, stderr, tool_ok, vmstrata, wait_until};
 use serde_json::{Value, json};
-use support::http::ask;
-use support::server::Server;
-use support::vault::Repositories;
-use support::{Images, run_ok, stderr, tool_ok, vmstrata, wait_until};
 use tempfile::TempDir;
 use vmstrata_memory::vault::DiskState;
 

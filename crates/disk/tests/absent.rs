@@ -1,13 +1,12 @@
 //! Layers whose bytes are elsewhere: requests wait for them without a thread, and others pass.
 
-mod common;
-
-use common::elsewhere::{CHUNK, CHUNKS, Elsewhere, byte_of, disk, disk_on};
-use common::flat::{read, write};
-use common::io::Client;
-use common::stock::{path_str, qemu_img};
-use common::wait::wait_until;
-use common::{random, scratch};
+use crate::common;
+use crate::common::elsewhere::{CHUNK, CHUNKS, Elsewhere, byte_of, disk, disk_on};
+use crate::common::flat::{read, write};
+use crate::common::io::Client;
+use crate::common::stock::{path_str, qemu_img};
+use crate::common::wait::wait_until;
+use crate::common::{random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Format, Op};

@@ -1,13 +1,11 @@
 //! Long chains, broken chains, and chains that lead where they may not.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::flat::{assert_same, range, read, write};
-use common::stock::{User, path_str, qemu_img, try_qemu_io};
-use common::{open, open_read_only, scratch, stock, wait_until};
+use crate::common::flat::{assert_same, range, read, write};
+use crate::common::stock::{User, path_str, qemu_img, try_qemu_io};
+use crate::common::{open, open_read_only, scratch, stock, wait_until};
 use vmstrata_disk::{
     CheckOptions, CreateOptions, Disk, Error, ErrorKind, Format, LocalFiles, OpenOptions, Opener as _,
     ResourceOptions, Resources, Role, create,

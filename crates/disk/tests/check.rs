@@ -1,9 +1,7 @@
 //! Checking a file in use, and files that are no images.
 
-mod common;
-
-use common::scratch;
-use common::stock::{User, path_str, qemu_img};
+use crate::common::scratch;
+use crate::common::stock::{User, path_str, qemu_img};
 use vmstrata_check::{Options, Repair};
 use vmstrata_disk::{CheckOptions, check};
 

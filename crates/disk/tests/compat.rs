@@ -1,15 +1,14 @@
 //! Both ways between stock tools and us: what they write we read, what we write they read, and both say the same of
 //! where it is.
 
-mod common;
-
+use crate::common;
 use std::path::Path;
 
-use common::flat::{assert_reads, assert_same, pattern, range, some_range, write, zero};
-use common::ledger::{steps, take};
-use common::shape::{LayerShape, make};
-use common::stock::{Mapped, path_str, qemu_img};
-use common::{for_seeds, open, open_read_only, random, scratch, stock};
+use crate::common::flat::{assert_reads, assert_same, pattern, range, some_range, write, zero};
+use crate::common::ledger::{steps, take};
+use crate::common::shape::{LayerShape, make};
+use crate::common::stock::{Mapped, path_str, qemu_img};
+use crate::common::{for_seeds, open, open_read_only, random, scratch, stock};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::{CreateOptions, Disk, Extent, ExtentKind, Format, create};

@@ -2,17 +2,15 @@
 //! what no completed flush covers any sector may or may not have reached the disk. Whatever is left must be an image
 //! without corruption, in which every sector holds a value it had at or after the last completed flush.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use common::faulty::FaultyFiles;
-use common::flat::{assert_same, pattern, read, write};
-use common::io::Client;
-use common::ledger::{BLOCK, Ledger, Step, THREADS, batches, steps, striped, take};
-use common::shape::{LayerShape, make};
-use common::{for_seeds, open, open_read_only, random, scratch, stock};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::{assert_same, pattern, read, write};
+use crate::common::io::Client;
+use crate::common::ledger::{BLOCK, Ledger, Step, THREADS, batches, steps, striped, take};
+use crate::common::shape::{LayerShape, make};
+use crate::common::{for_seeds, open, open_read_only, random, scratch, stock};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::{CheckOptions, Disk, OpenOptions, check};

@@ -2,16 +2,14 @@
 //! the host dies at many moments, in the middle of freezing a layer too. The disk is whole each time, with all that was
 //! flushed, and a snapshot that was taken reads as the disk did then, whatever became of the layers above it.
 
-mod common;
-
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use common::flat::{assert_same, read};
-use common::ledger::{Ledger, Step, steps, take};
-use common::shape::{LayerShape, make};
-use common::{for_seeds, open, open_read_only, random, scratch, stock};
+use crate::common::flat::{assert_same, read};
+use crate::common::ledger::{Ledger, Step, steps, take};
+use crate::common::shape::{LayerShape, make};
+use crate::common::{for_seeds, open, open_read_only, random, scratch, stock};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{

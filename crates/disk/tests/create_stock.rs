@@ -1,15 +1,11 @@
 //! New images: stock tools find them flawless, and under their name there is a whole image or what was there before.
 
-#[path = "../../check/tests/support/mod.rs"]
-mod check_support;
-mod common;
-
 use std::fs::OpenOptions;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use check_support::*;
-use common::stock::User;
+use crate::check_support::*;
+use crate::common::stock::User;
 use vmstrata_disk::{CreateOptions, ErrorKind, Format, create};
 use vmstrata_qcow2::{CompressionType, RefcountOrder};
 use vmstrata_types::ClusterBits;
@@ -230,7 +226,7 @@ fn a_full_file_system_leaves_the_old_file_alone() {
     }
     let child = std::process::Command::new("sh")
         .arg("-c")
-        .arg("trap '' XFSZ; ulimit -f 128; exec \"$0\" --exact a_full_file_system_leaves_the_old_file_alone")
+        .arg("trap '' XFSZ; ulimit -f 128; exec \"$0\" --exact create_stock::a_full_file_system_leaves_the_old_file_alone")
         .arg(std::env::current_exe().unwrap())
         .env("CREATE_UNDER_LIMIT", &path)
         .output()

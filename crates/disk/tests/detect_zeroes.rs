@@ -1,15 +1,14 @@
 //! Writes of zeros that come through a queue, by `detect-zeroes`: stock tools and the host's count of blocks are the oracles.
 
-mod common;
-
+use crate::common;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::flat::{assert_reads, assert_same};
-use common::io::Client;
-use common::stock::{assert_clean, content, path_str, qemu_img};
-use common::{for_seeds, random, scratch};
+use crate::common::flat::{assert_reads, assert_same};
+use crate::common::io::Client;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img};
+use crate::common::{for_seeds, random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::{DetectZeroes, Disk, Op, OpenOptions, ResourceOptions, Resources};
 

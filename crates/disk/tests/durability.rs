@@ -1,12 +1,10 @@
 //! Flushes of a disk whose bytes are to be elsewhere, too, wait for that without a thread.
 
-mod common;
-
 use std::io;
 use std::sync::Arc;
 
-use common::io::{Client, Done};
-use common::{open, scratch};
+use crate::common::io::{Client, Done};
+use crate::common::{open, scratch};
 use parking_lot::Mutex;
 use vmstrata_disk::{CreateOptions, Disk, Durability, Op, Pace, WhenDurable, create};
 

@@ -1,17 +1,16 @@
 //! Every store operation fails in turn: nothing panics, no read lies, no acknowledged flush is lost, and what is left
 //! is an image that stock tools find free of corruption. Steps are made one by one, or several at a time through a queue.
 
-mod common;
-
+use crate::common;
 use std::path::{Path, PathBuf};
 use std::slice;
 
-use common::faulty::FaultyFiles;
-use common::flat::{read, write};
-use common::io::Client;
-use common::ledger::{Ledger, Step, batches, steps, take};
-use common::shape::{LayerShape, Made, make};
-use common::{for_seeds, open_read_only, random, scratch, stock};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::{read, write};
+use crate::common::io::Client;
+use crate::common::ledger::{Ledger, Step, batches, steps, take};
+use crate::common::shape::{LayerShape, Made, make};
+use crate::common::{for_seeds, open_read_only, random, scratch, stock};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo};
 use vmstrata_disk::{CheckOptions, CreateOptions, Disk, Error, ErrorKind, OpenOptions, check, create};
 use vmstrata_store::{Effect, Fault, FaultPlan, Operation, OperationKind, When};

@@ -1,11 +1,9 @@
 //! A host whose file system fills up: requests fail, and go on once there is room.
 
-mod common;
-
 use std::path::PathBuf;
 
-use common::flat::{read, write};
-use common::small_resources;
+use crate::common::flat::{read, write};
+use crate::common::small_resources;
 use vmstrata_disk::{CreateOptions, Disk, OpenOptions, create};
 
 /// A file system of its own for the process that has the test run: `None` in the one that starts it.

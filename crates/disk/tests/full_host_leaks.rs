@@ -1,13 +1,12 @@
 //! Each write to a chain's files meets a full host in turn: what is refused leaves no clusters behind that nobody uses.
 
-mod common;
-
+use crate::common;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::faulty::FaultyFiles;
-use common::flat::{assert_reads, pattern, range as bytes, some_range};
-use common::{open_read_only, random, scratch};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::{assert_reads, pattern, range as bytes, some_range};
+use crate::common::{open_read_only, random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::merge::{Direction, Merge, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::snapshot::SnapshotInfo;

@@ -2,11 +2,8 @@
 //! processes in any order. After every few steps each state that there is reads as its array, and no layer is gone that
 //! anybody needs; at the end stock tools say the same.
 
-mod common;
-mod history_support;
-
-use common::{for_seeds, random};
-use history_support::{Kind, World};
+use crate::common::{for_seeds, random};
+use crate::history_support::{Kind, World};
 use rand::Rng as _;
 
 const STEPS: usize = 150;

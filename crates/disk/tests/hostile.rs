@@ -1,10 +1,9 @@
 //! Images that lie about themselves, used: errors at worst, never a panic.
 
-mod common;
-
-use common::flat::{assert_same, read, write};
-use common::stock::{path_str, qemu_img};
-use common::{open, open_read_only, scratch, stock};
+use crate::common;
+use crate::common::flat::{assert_same, read, write};
+use crate::common::stock::{path_str, qemu_img};
+use crate::common::{open, open_read_only, scratch, stock};
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
 use vmstrata_types::HostOffset;
 

@@ -1,14 +1,11 @@
 //! Indices of whole chains: made, read back against the tables, kept, shared, removed; stock tools find every file clean.
 
-mod common;
-mod index_support;
-
 use std::fs::File;
 use std::os::unix::fs::PermissionsExt as _;
 
-use common::stock::{content, path_str, qemu_img};
-use common::{for_seeds, random};
-use index_support::{Chain, Maker, random_chain};
+use crate::common::stock::{content, path_str, qemu_img};
+use crate::common::{for_seeds, random};
+use crate::index_support::{Chain, Maker, random_chain};
 use rand::Rng as _;
 use vmstrata_disk::index::{IndexOptions, build, remove};
 use vmstrata_types::ClusterBits;

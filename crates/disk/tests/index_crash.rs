@@ -1,18 +1,15 @@
 //! Power failures and failing hosts while indices are written, replaced and removed. Whatever is left, stock tools find
 //! every layer clean, no index says anything wrong, and building again mends it.
 
-mod common;
-mod index_support;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use common::faulty::FaultyFiles;
-use common::killed::is_killed;
-use common::stock::{assert_clean, path_str, qemu_img};
-use index_support::{Chain, Maker, name_of};
+use crate::common::faulty::FaultyFiles;
+use crate::common::killed::is_killed;
+use crate::common::stock::{assert_clean, path_str, qemu_img};
+use crate::index_support::{Chain, Maker, name_of};
 use vmstrata_disk::index::{IndexOptions, IndexOutcome, IndexedFile, build, remove, verify};
 use vmstrata_disk::{CheckOptions, LocalFiles, Opened, Opener, Role, check};
 use vmstrata_store::{
@@ -262,7 +259,7 @@ fn a_killed_build_leaves_whole_indices_or_none() {
         for looks in 0u64.. {
             start.restore();
             let orders = format!("{looks} {}", path_str(start.chain.top()));
-            if !is_killed("child_that_dies_while_it_builds", CHILD, orders) {
+            if !is_killed("index_crash::child_that_dies_while_it_builds", CHILD, orders) {
                 break;
             }
             let good = start.chain.verify().iter().filter(|&&verdict| verdict == "good").count();

@@ -1,15 +1,12 @@
 //! Damage: every byte of an index and of the headers that lead to it, flipped in turn, and roots that lie. What an index
 //! then says is what the tables say, or nothing: `verify` would find the first wrong word.
 
-mod common;
-mod index_support;
-
 use std::fs::OpenOptions;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
-use index_support::{Chain, Damage, Maker, name_of, root_of};
+use crate::index_support::{Chain, Damage, Maker, name_of, root_of};
 use vmstrata_disk::index::{IndexOptions, verify};
 use vmstrata_qcow2::Header;
 use vmstrata_qcow2::index::{IndexLink, PAGE_LEN, PagePointer, Root};

@@ -1,15 +1,12 @@
 //! Taking indices away from files that were written since: nothing of the guest's goes with them.
 
-mod common;
-mod index_support;
-
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::flat::write;
-use common::stock::{assert_clean, content, qemu_io};
-use common::{open, scratch};
+use crate::common::flat::write;
+use crate::common::stock::{assert_clean, content, qemu_io};
+use crate::common::{open, scratch};
 use vmstrata_disk::index::{IndexOptions, IndexOutcome, build, remove};
 use vmstrata_disk::{CreateOptions, LocalFiles, Opened, Opener, Role, create};
 use vmstrata_store::{Gate, LocalFile, Segment, Store, slice, total_len};

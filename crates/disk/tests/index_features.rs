@@ -1,12 +1,11 @@
 //! Layers with everything the format has: what an index must not touch, must cover, or must stay out of.
 
-mod common;
-mod index_support;
-
+use crate::common;
+use crate::index_support;
 use std::path::PathBuf;
 
-use common::stock::{content, path_str, qemu_img, qemu_io, try_qemu_io};
-use index_support::{Chain, Maker};
+use crate::common::stock::{content, path_str, qemu_img, qemu_io, try_qemu_io};
+use crate::index_support::{Chain, Maker};
 use vmstrata_disk::index::{IndexOptions, IndexOutcome, build, verify};
 use vmstrata_disk::{CheckOptions, CreateOptions, ErrorKind, Format, check, create};
 use vmstrata_qcow2::{CompressionType, RefcountOrder};

@@ -2,15 +2,12 @@
 //! flipped in turn, and their files cut at every page. That each byte of an index is guarded is shown by `index_damage`. A damaged index never costs more than time: what is read is right. A header
 //! that stock tools do not read right either may be an error, or what they read.
 
-mod common;
-mod index_support;
-
 use std::path::Path;
 
-use common::flat::read;
-use common::small_resources;
-use common::stock::{path_str, try_content};
-use index_support::{Chain, Damage, Maker, root_of};
+use crate::common::flat::read;
+use crate::common::small_resources;
+use crate::common::stock::{path_str, try_content};
+use crate::index_support::{Chain, Damage, Maker, root_of};
 use vmstrata_disk::{Disk, OpenOptions};
 
 /// One leaf and a word: two leaves, of which the second has the last word of the disk only.

@@ -5,13 +5,10 @@
 //! layer. They were made by `VMSTRATA_WRITE_GOLDEN=DIR cargo test --test index_golden`, which only a new format version needs.
 //! What is made on top of them is of the version of now.
 
-mod common;
-mod index_support;
-
 use std::path::{Path, PathBuf};
 
-use common::{open, scratch};
-use index_support::{Chain, Maker, name_of, root_of};
+use crate::common::{open, scratch};
+use crate::index_support::{Chain, Maker, name_of, root_of};
 use tempfile::TempDir;
 use vmstrata_disk::index::{IndexOptions, verify};
 use vmstrata_disk::snapshot::SnapshotInfo;

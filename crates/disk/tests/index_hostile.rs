@@ -1,15 +1,12 @@
 //! Images of people who want an index to take for ever, or to be written where it does harm.
 
-mod common;
-mod index_support;
-
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use common::flat::{assert_reads, read};
-use common::stock::{assert_clean, content};
-use index_support::{Chain, Maker, root_of};
+use crate::common::flat::{assert_reads, read};
+use crate::common::stock::{assert_clean, content};
+use crate::index_support::{Chain, Maker, root_of};
 use vmstrata_disk::index::{IndexOptions, IndexOutcome, build};
 use vmstrata_disk::{
     CreateOptions, Disk, Format, OpenOptions as DiskOptions, ResourceOptions, Resources, create,

@@ -2,17 +2,14 @@
 //! snapshots, mirrors, resizing. Afterwards each index that no longer holds is noticed, the disk reads right beside what is
 //! left, and building makes it sound.
 
-mod common;
-mod index_support;
-
 use std::ops::Range;
 use std::path::Path;
 
-use common::daemon::Daemon;
-use common::flat::assert_reads;
-use common::open_read_only;
-use common::stock::{assert_clean, content, path_str, qemu_img};
-use index_support::{CLUSTER, Chain, Maker, SIZE, autoclear, five_layers, name_of};
+use crate::common::daemon::Daemon;
+use crate::common::flat::assert_reads;
+use crate::common::open_read_only;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img};
+use crate::index_support::{CLUSTER, Chain, Maker, SIZE, autoclear, five_layers, name_of};
 use serde_json::json;
 use vmstrata_disk::index::{IndexOptions, IndexOutcome, build, verify};
 

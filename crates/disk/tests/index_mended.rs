@@ -1,11 +1,8 @@
 //! `index build` over damaged indices: what it keeps is sound, and what is not is made anew with all that stands on it.
 
-mod common;
-mod index_support;
-
-use common::flat::assert_reads;
-use common::open_read_only;
-use index_support::{Chain, Damage, Maker, root_of};
+use crate::common::flat::assert_reads;
+use crate::common::open_read_only;
+use crate::index_support::{Chain, Damage, Maker, root_of};
 use vmstrata_disk::index::{IndexOptions, IndexOutcome, build};
 
 const CLUSTER: usize = 512;

@@ -1,18 +1,15 @@
 //! Chains that vmstrata has open with their indices, and other programs that would change a layer: they are refused, or, where
 //! the layer's file is not open, the disk fails when it opens the file.
 
-mod common;
-mod index_support;
-
 use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-use common::daemon::Daemon;
-use common::flat::{assert_reads, read, write};
-use common::stock::{content, path_str, qemu_io};
-use common::{open, open_read_only, open_with, small_resources};
-use index_support::{CLUSTER, SIZE, five_layers};
+use crate::common::daemon::Daemon;
+use crate::common::flat::{assert_reads, read, write};
+use crate::common::stock::{content, path_str, qemu_io};
+use crate::common::{open, open_read_only, open_with, small_resources};
+use crate::index_support::{CLUSTER, SIZE, five_layers};
 use serde_json::json;
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions};
 

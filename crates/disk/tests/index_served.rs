@@ -1,18 +1,16 @@
 //! Disks that are served from their indices: the same map, the same bytes, whatever becomes of the index.
 
-mod common;
-mod index_support;
-
+use crate::common;
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::flat::{assert_reads, range, write};
-use common::stock::content;
-use common::{for_seeds, open, open_read_only, random};
-use index_support::{Chain, Maker, random_chain};
+use crate::common::flat::{assert_reads, range, write};
+use crate::common::stock::content;
+use crate::common::{for_seeds, open, open_read_only, random};
+use crate::index_support::{Chain, Maker, random_chain};
 use rand::Rng as _;
 use vmstrata_disk::index::{IndexOptions, IndexOutcome, build};
 use vmstrata_disk::{Disk, Extent, Indexing, LocalFiles, Opened, Opener, ResourceOptions, Resources, Role};

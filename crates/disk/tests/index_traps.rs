@@ -1,18 +1,15 @@
 //! What other tools do to a chain that has indices. Each case leaves the index unused where it no longer holds, never
 //! believed: `verify` compares every word that would be served with the tables and fails at the first wrong one.
 
-mod common;
-mod index_support;
-
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use common::flat::assert_reads;
-use common::open_read_only;
-use common::stock::{content, path_str, qemu_img};
-use index_support::{Chain, Maker, autoclear};
+use crate::common::flat::assert_reads;
+use crate::common::open_read_only;
+use crate::common::stock::{content, path_str, qemu_img};
+use crate::index_support::{Chain, Maker, autoclear};
 use vmstrata_disk::index::{IndexOptions, verify};
 use vmstrata_types::ClusterBits;
 

@@ -1,8 +1,6 @@
 //! A real process is killed with SIGKILL while it writes: what it had completed is there for its successor, and stock
 //! tools find no corruption before or after.
 
-mod common;
-
 use std::fs::OpenOptions as FileOptions;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -10,10 +8,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::flat::{assert_same, read, write};
-use common::ledger::{BLOCK, Ledger, Step, THREADS, steps, striped, take};
-use common::shape::{LayerShape, make};
-use common::{for_seeds, random, scratch, small_resources, stock, wait_until};
+use crate::common::flat::{assert_same, read, write};
+use crate::common::ledger::{BLOCK, Ledger, Step, THREADS, steps, striped, take};
+use crate::common::shape::{LayerShape, make};
+use crate::common::{for_seeds, random, scratch, small_resources, stock, wait_until};
 use rand::Rng as _;
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions, Resources, Unflushed};
 
@@ -80,7 +78,7 @@ fn start(top: &Path, seed: u64, cluster: u64, mode: &str) -> Child {
         let _ = std::fs::remove_file(report_of(top, thread));
     }
     Command::new(std::env::current_exe().expect("the test binary"))
-        .args(["--exact", "child_that_writes_until_it_is_killed", "--ignored", "--nocapture"])
+        .args(["--exact", "kill::child_that_writes_until_it_is_killed", "--ignored", "--nocapture"])
         .env(ORDERS, format!("{seed} {cluster} {mode} {}", stock::path_str(top)))
         .stdout(Stdio::null())
         .spawn()

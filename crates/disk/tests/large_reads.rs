@@ -1,14 +1,12 @@
 //! Large reads that fall into pieces in many files: the queue's ring reads some of them, a worker the others.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 
-use common::faulty::FaultyFiles;
-use common::flat::{assert_same, write};
-use common::io::Client;
-use common::stock::{path_str, qemu_img};
-use common::{open, open_read_only, scratch};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::{assert_same, write};
+use crate::common::io::Client;
+use crate::common::stock::{path_str, qemu_img};
+use crate::common::{open, open_read_only, scratch};
 use vmstrata_disk::stats::Kind;
 use vmstrata_disk::{Disk, Op, OpenOptions};
 use vmstrata_store::{FaultPlan, OperationKind};

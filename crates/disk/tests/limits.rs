@@ -1,12 +1,11 @@
 //! Requests wait for a disk's limits in their queue, in order, and go on when they may.
 
-mod common;
-
+use crate::common;
 use std::sync::Arc;
 
-use common::flat::write;
-use common::io::{Client, Done};
-use common::{open, scratch};
+use crate::common::flat::write;
+use crate::common::io::{Client, Done};
+use crate::common::{open, scratch};
 use vmstrata_disk::{CreateOptions, Disk, Limit, Limits, Op, create};
 
 const LEN: u64 = 4096;

@@ -1,13 +1,11 @@
 //! The map against a slow walk: for every sector of a chain, layer by layer from the top, straight from the tables in
 //! the files.
 
-mod common;
-
 use std::path::Path;
 
-use common::flat::{SECTOR, range, write};
-use common::shape::{LayerShape, make};
-use common::{for_seeds, random, scratch};
+use crate::common::flat::{SECTOR, range, write};
+use crate::common::shape::{LayerShape, make};
+use crate::common::{for_seeds, random, scratch};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::{Disk, ExtentKind, OpenOptions, ResourceOptions, Resources};

@@ -1,17 +1,15 @@
 //! Layers committed: what stays is written into the base of the dropped layers, which takes its place. Every state that
 //! stays is what it was, for us and for stock tools, and a dropped one is never taken for a state.
 
-mod common;
-mod index_support;
-
+use crate::common;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::faulty::FaultyFiles;
-use common::flat::{assert_reads, assert_same};
-use common::stock::{assert_clean, assert_safe, content, path_str, qemu_img, qemu_io};
-use common::{for_seeds, open_read_only, random};
-use index_support::{Chain, Maker};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::{assert_reads, assert_same};
+use crate::common::stock::{assert_clean, assert_safe, content, path_str, qemu_img, qemu_io};
+use crate::common::{for_seeds, open_read_only, random};
+use crate::index_support::{Chain, Maker};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::merge::{Direction, Merge, MergeFault, MergeOptions, MergeRange, Merged, Removal};

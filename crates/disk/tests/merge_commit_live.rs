@@ -1,17 +1,15 @@
 //! Layers of a disk in use committed: the guest reads what it wrote, whatever is under way, and every state that stays is
 //! what it was, for us and for stock tools.
 
-mod common;
-
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::daemon::Daemon;
-use common::flat::{assert_reads, assert_same, pattern, range as bytes, some_range, write};
-use common::io::Client;
-use common::stock::{User, assert_clean, content, path_str, qemu_img};
-use common::{for_seeds, open_read_only, random, scratch};
+use crate::common::daemon::Daemon;
+use crate::common::flat::{assert_reads, assert_same, pattern, range as bytes, some_range, write};
+use crate::common::io::Client;
+use crate::common::stock::{User, assert_clean, content, path_str, qemu_img};
+use crate::common::{for_seeds, open_read_only, random, scratch};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::merge::{Action, Direction, Merge, MergeFault, MergeOptions, MergeRange, Merged, Removal};

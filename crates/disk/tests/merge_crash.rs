@@ -1,17 +1,14 @@
 //! Power failures and failing hosts in the middle of merging. Whatever is left, every state reads as it did, nothing is
 //! corrupt, and the same merge, begun again, is completed.
 
-mod common;
-mod index_support;
-
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use common::faulty::FaultyFiles;
-use common::flat::assert_reads;
-use common::stock::{assert_clean, assert_safe, content};
-use common::{open_read_only, random};
-use index_support::{Chain, Maker};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::assert_reads;
+use crate::common::stock::{assert_clean, assert_safe, content};
+use crate::common::{open_read_only, random};
+use crate::index_support::{Chain, Maker};
 use rand::Rng as _;
 use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::{CheckOptions, Error, ResourceOptions, Resources, check};

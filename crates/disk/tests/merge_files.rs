@@ -1,16 +1,14 @@
 //! Layers dropped from chains of files: every state that remains is what it was, for us and for stock tools.
 
-mod common;
-mod index_support;
-
+use crate::common;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::flat::assert_same;
-use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
-use common::{for_seeds, open_read_only, random};
-use index_support::{Chain, Maker, random_chain};
+use crate::common::flat::assert_same;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
+use crate::common::{for_seeds, open_read_only, random};
+use crate::index_support::{Chain, Maker, random_chain};
 use rand::Rng as _;
 use vmstrata_disk::merge::{
     Action, Direction, Kept, Merge, MergeOptions, MergeRange, Merged, Removal, ranges_of,

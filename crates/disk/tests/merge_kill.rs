@@ -2,8 +2,6 @@
 //!
 //! Each case runs in a child process, which is this test binary again.
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
@@ -11,10 +9,10 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::flat::{read, write};
-use common::killed::{PLACES, is_killed, numbers};
-use common::stock::{assert_clean, assert_safe, path_str, qemu_img, qemu_io, text, try_qemu_io};
-use common::{for_seeds, open_read_only, patiently, random, scratch, small_resources, wait_until};
+use crate::common::flat::{read, write};
+use crate::common::killed::{PLACES, is_killed, numbers};
+use crate::common::stock::{assert_clean, assert_safe, path_str, qemu_img, qemu_io, text, try_qemu_io};
+use crate::common::{for_seeds, open_read_only, patiently, random, scratch, small_resources, wait_until};
 use rand::Rng as _;
 use vmstrata_disk::merge::{
     Action, Direction, Merge, MergeFault, MergeOptions, MergeRange, Removal, all_of, ranges_of,
@@ -78,7 +76,7 @@ fn child_that_dies_at_a_step() {
 }
 
 fn dies_at(how: &str, step: usize, disk: &Path) -> bool {
-    is_killed("child_that_dies_at_a_step", STEP, format!("{how} {step} {}", path_str(disk)))
+    is_killed("merge_kill::child_that_dies_at_a_step", STEP, format!("{how} {step} {}", path_str(disk)))
 }
 
 /// A disk with s0, s1 and s2, in which the first cluster says who wrote last, and a cluster each that nobody else wrote.
@@ -258,7 +256,7 @@ fn child_that_merges_until_it_is_killed() {
 /// Runs the child until it has begun to take snapshots, and then for as long as it happens to live.
 fn run_and_kill(disk: &Path, seed: u64, round: u64) {
     let mut child = Command::new(std::env::current_exe().expect("the test binary"))
-        .args(["--exact", "child_that_merges_until_it_is_killed", "--ignored", "--nocapture"])
+        .args(["--exact", "merge_kill::child_that_merges_until_it_is_killed", "--ignored", "--nocapture"])
         .envs([(WORK, disk.as_os_str()), (SEED, format!("{seed}-{round}").as_ref())])
         .stdout(Stdio::null())
         .spawn()

@@ -1,18 +1,16 @@
 //! Layers dropped from the chain of a disk in use: the guest reads what it wrote, the snapshots that stay are what they
 //! were, for us and for stock tools, and the files are gone.
 
-mod common;
-
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use common::flat::{assert_reads, assert_same, pattern, range as bytes, read, some_range, write};
-use common::io::Client;
-use common::stock::{assert_clean, content, path_str, qemu_img};
-use common::{for_seeds, open, open_read_only, random, scratch};
+use crate::common::flat::{assert_reads, assert_same, pattern, range as bytes, read, some_range, write};
+use crate::common::io::Client;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img};
+use crate::common::{for_seeds, open, open_read_only, random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::merge::{
     Action, Direction, Kept, Merge, MergeFault, MergeOptions, MergeRange, Merged, Removal, ranges_of,

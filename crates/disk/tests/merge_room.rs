@@ -1,13 +1,12 @@
 //! Merges on a file system that has little room left: none fills it.
 
-mod common;
-
+use crate::common;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use common::flat::{read, write};
-use common::stock::{assert_clean, path_str, qemu_io};
+use crate::common::flat::{read, write};
+use crate::common::stock::{assert_clean, path_str, qemu_io};
 use vmstrata_disk::merge::{Direction, Merge, MergeFault, MergeOptions, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo};
 use vmstrata_disk::{CreateOptions, Disk, Error, OpenOptions, ResourceOptions, Resources, create};
@@ -61,7 +60,8 @@ fn begin(disk: &Path, running: Option<&Arc<Disk>>, name: &str) -> Result<Merge, 
 
 #[test]
 fn a_merge_without_room_is_refused_before_it_copies_anything() {
-    let Some(room) = little_room("a_merge_without_room_is_refused_before_it_copies_anything", 64) else {
+    let Some(room) = little_room("merge_room::a_merge_without_room_is_refused_before_it_copies_anything", 64)
+    else {
         return;
     };
     let disk = room.join("web.qcow2");
@@ -108,7 +108,9 @@ fn a_merge_without_room_is_refused_before_it_copies_anything() {
 /// Somebody else writes while it copies: it ends, and what it has copied is not copied again.
 #[test]
 fn a_merge_ends_where_others_fill_the_file_system() {
-    let Some(room) = little_room("a_merge_ends_where_others_fill_the_file_system", 96) else { return };
+    let Some(room) = little_room("merge_room::a_merge_ends_where_others_fill_the_file_system", 96) else {
+        return;
+    };
     let disk = room.join("web.qcow2");
     create(&disk, &CreateOptions { size: Some(64 * MIB), ..CreateOptions::default() }).unwrap();
     for (name, command) in [("s1", "write -q -P 1 0 20M"), ("s2", "write -q -P 2 30M 64k")] {

@@ -2,16 +2,14 @@
 //!
 //! Disks in use are in child processes, which are this test binary again.
 
-mod common;
-
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
-use common::flat::{assert_same, read};
-use common::stock::{content, path_str, qemu_img, qemu_io};
-use common::{open_read_only, patiently, scratch};
+use crate::common::flat::{assert_same, read};
+use crate::common::stock::{content, path_str, qemu_img, qemu_io};
+use crate::common::{open_read_only, patiently, scratch};
 use vmstrata_disk::index::{IndexOptions, build};
 use vmstrata_disk::merge::{
     Action, Kept, Merge, MergeFault, MergeOptions, Merged, Removal, all_of, ranges_of,
@@ -487,7 +485,7 @@ struct User {
 impl User {
     fn of(how: &str, path: &Path) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_that_uses_a_disk", "--include-ignored", "--nocapture"])
+            .args(["--exact", "merge_shared::child_that_uses_a_disk", "--include-ignored", "--nocapture"])
             .env(ORDERS, format!("{how} {}", path.display()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

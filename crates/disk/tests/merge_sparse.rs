@@ -1,14 +1,13 @@
 //! Merging keeps what is sparse sparse: holes of layers' files and clusters of zeros take no room in what they are copied into,
 //! and read as before, for us and for stock tools.
 
-mod common;
-
+use crate::common;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
-use common::{open, scratch};
+use crate::common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
+use crate::common::{open, scratch};
 use vmstrata_disk::merge::{Direction, Merge, MergeOptions, MergeRange, Merged, Removal};
 use vmstrata_disk::{ResourceOptions, Resources};
 use vmstrata_types::LayerIndex;

@@ -1,14 +1,12 @@
 //! Random operations on disks of every shape, against a flat array of bytes; at the end stock tools check the image
 //! and read it.
 
-mod common;
-
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use common::flat::{assert_reads, assert_same, pattern, range, read, some_range, write, zero};
-use common::shape::{LayerShape, Made, make};
-use common::{for_seeds, random, scratch, stock};
+use crate::common::flat::{assert_reads, assert_same, pattern, range, read, some_range, write, zero};
+use crate::common::shape::{LayerShape, Made, make};
+use crate::common::{for_seeds, random, scratch, stock};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::{Disk, Format, OpenOptions, ResourceOptions, Resources};

@@ -1,17 +1,16 @@
 //! Several threads, each with its own queue, on one disk: against flat arrays where their ranges are disjoint, and by
 //! the order of requests where they overlap.
 
-mod common;
-
+use crate::common;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use common::flat::{SECTOR, assert_reads, assert_same, pattern, read};
-use common::io::Client;
-use common::shape::{LayerShape, make};
-use common::{for_seeds, random, scratch, stock};
+use crate::common::flat::{SECTOR, assert_reads, assert_same, pattern, read};
+use crate::common::io::Client;
+use crate::common::shape::{LayerShape, make};
+use crate::common::{for_seeds, random, scratch, stock};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::{Disk, Op, OpenOptions, ResourceOptions, Resources};

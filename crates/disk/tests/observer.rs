@@ -1,12 +1,10 @@
 //! An observer sees each request of a guest begin and end, and nothing else.
 
-mod common;
-
 use std::sync::{Arc, Mutex};
 
-use common::flat::{range, write};
-use common::io::Client;
-use common::{open, scratch};
+use crate::common::flat::{range, write};
+use crate::common::io::Client;
+use crate::common::{open, scratch};
 use vmstrata_disk::{CreateOptions, Disk, Error, IoObserver, Op, create};
 use vmstrata_types::GuestRange;
 

@@ -1,10 +1,9 @@
 //! Where a disk's own history ends: what lies below belongs to others, who have not said that it may go.
 
-mod common;
-
+use crate::common;
 use std::path::{Path, PathBuf};
 
-use common::stock::{content, path_str, qemu_img, qemu_io};
+use crate::common::stock::{content, path_str, qemu_img, qemu_io};
 use vmstrata_disk::merge::{
     Direction, Kept, LayerRef, Merge, MergeOptions, MergeRange, Merged, Removal, Selection, ranges_of,
 };

@@ -1,14 +1,12 @@
 //! What somebody who may write a disk's directory has put there: links to what is not theirs, pipes that nobody writes to, and
 //! images that name what is not theirs.
 
-mod common;
-
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use common::flat::write;
-use common::scratch;
+use crate::common::flat::write;
+use crate::common::scratch;
 use rustix::fs::{CWD, FileType, Mode};
 use vmstrata_disk::merge::{Direction, Merge, MergeOptions, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo};

@@ -5,21 +5,18 @@
 //!
 //! Each operation runs in a child process, which is this test binary again.
 
-mod common;
-mod power_support;
-
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
-use common::flat::assert_reads;
-use common::ledger::{Ledger, Step};
-use common::stock::{assert_safe, content, path_str};
-use common::traced::{MARKS, Traced};
-use common::{for_seeds, open, open_read_only, random, scratch};
-use power_support::{
+use crate::common::flat::assert_reads;
+use crate::common::ledger::{Ledger, Step};
+use crate::common::stock::{assert_safe, content, path_str};
+use crate::common::traced::{MARKS, Traced};
+use crate::common::{for_seeds, open, open_read_only, random, scratch};
+use crate::power_support::{
     CLUSTER, DONE, ORDERS, STEPS, dropped, guest_steps, how, make, operate, range, resources, take_snapshot,
 };
 use rand::Rng as _;
@@ -72,7 +69,7 @@ impl Watched {
             ledger.enter(number + 1, step, true);
         }
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "child_that_is_watched", "--include-ignored", "--nocapture"]);
+        child.args(["--exact", "power_anywhere::child_that_is_watched", "--include-ignored", "--nocapture"]);
         child.env(ORDERS, format!("{operation} {seed} {}", path_str(dir.path())));
         let traced = Traced::run(dir.path(), &child);
         assert_eq!(traced.mark_at(traced.end), DONE);

@@ -1,14 +1,12 @@
 //! Looking at single files: what they say, who writes them, and what is never opened.
 
-mod common;
-
 use std::ffi::OsStr;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::process::Command;
 
-use common::scratch;
-use common::stock::{User, path_str, qemu_img, qemu_io};
+use crate::common::scratch;
+use crate::common::stock::{User, path_str, qemu_img, qemu_io};
 use vmstrata_disk::{
     Disk, ErrorKind, Format, OpenOptions, ResourceOptions, Resources, own_clusters, probe_file,
 };

@@ -1,15 +1,13 @@
 //! A queue's own reads and writes meet the faults of a plan: without a worker, and each by itself.
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::faulty::FaultyFiles;
-use common::flat::{assert_reads, assert_same, range, read, write};
-use common::io::{Client, Done};
-use common::stock::{self, path_str, qemu_img};
-use common::{open_read_only, scratch, wait_until};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::{assert_reads, assert_same, range, read, write};
+use crate::common::io::{Client, Done};
+use crate::common::stock::{self, path_str, qemu_img};
+use crate::common::{open_read_only, scratch, wait_until};
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::stats::Kind;
 use vmstrata_disk::{Disk, Op, OpenOptions, snapshot_together};

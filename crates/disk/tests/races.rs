@@ -1,16 +1,15 @@
 //! Races of the engine, each brought about on purpose: files stop at the worst moment until the test lets them go on.
 
-mod common;
-
+use crate::common;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use common::faulty::FaultyFiles;
-use common::flat::{assert_same, range, read, write};
-use common::io::Client;
-use common::stock::{path_str, qemu_img};
-use common::{open_read_only, scratch, stock, wait_until};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::{assert_same, range, read, write};
+use crate::common::io::Client;
+use crate::common::stock::{path_str, qemu_img};
+use crate::common::{open_read_only, scratch, stock, wait_until};
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{
     Disk, ErrorKind, LocalFiles, Op, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role,

@@ -1,15 +1,14 @@
 //! A disk that is said to be raw: a snapshot makes it qcow2, and no guest can turn that against its host.
 
-mod common;
-
+use crate::common;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::flat::{assert_reads, range, read, write};
-use common::io::Client;
-use common::stock::{assert_clean, path_str, qemu_img};
-use common::{open_with, scratch};
+use crate::common::flat::{assert_reads, range, read, write};
+use crate::common::io::Client;
+use crate::common::stock::{assert_clean, path_str, qemu_img};
+use crate::common::{open_with, scratch};
 use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotFault, SnapshotInfo, list};
 use vmstrata_disk::{CheckOptions, check};

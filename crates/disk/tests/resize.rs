@@ -1,17 +1,15 @@
 //! Disks of another size: new space reads as zeros whatever lies below or was there before, nothing else changes, frozen
 //! states keep their sizes, and stock tools agree.
 
-mod common;
-
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use common::flat::{SECTOR, assert_reads, assert_same, pattern, range, read, some_range, write};
-use common::io::Client;
-use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
-use common::{for_seeds, open, open_read_only, random, scratch};
+use crate::common::flat::{SECTOR, assert_reads, assert_same, pattern, range, read, some_range, write};
+use crate::common::io::Client;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
+use crate::common::{for_seeds, open, open_read_only, random, scratch};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use vmstrata_disk::merge::{Merge, MergeOptions, MergeRange, Removal};

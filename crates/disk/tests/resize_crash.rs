@@ -1,18 +1,16 @@
 //! Power failures, failing hosts and killed processes in the middle of a resize: the disk has the one size or the other,
 //! reads what it must, and no tool finds it corrupt.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::faulty::FaultyFiles;
-use common::flat::{assert_reads, assert_same, read, write};
-use common::shape::{LayerShape, Made, make};
-use common::stock::{assert_clean, assert_safe, content, path_str};
-use common::{open, open_read_only, random, scratch, small_resources, wait_until};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::{assert_reads, assert_same, read, write};
+use crate::common::shape::{LayerShape, Made, make};
+use crate::common::stock::{assert_clean, assert_safe, content, path_str};
+use crate::common::{open, open_read_only, random, scratch, small_resources, wait_until};
 use rand::Rng as _;
 use vmstrata_disk::{CheckOptions, Disk, ErrorKind, OpenOptions, Shrink, check};
 use vmstrata_store::{Crash, CrashKind, Effect, Fault, FaultPlan, Moment, OperationKind, Survivors, When};
@@ -286,7 +284,12 @@ fn what_a_guest_wrote_survives_a_process_that_is_killed_while_it_resizes() {
             &mut random,
         );
         let mut child = Command::new(std::env::current_exe().expect("the test binary"))
-            .args(["--exact", "child_that_resizes_until_it_is_killed", "--ignored", "--nocapture"])
+            .args([
+                "--exact",
+                "resize_crash::child_that_resizes_until_it_is_killed",
+                "--ignored",
+                "--nocapture",
+            ])
             .env(ORDERS, path_str(&made.top))
             .stdout(Stdio::null())
             .spawn()

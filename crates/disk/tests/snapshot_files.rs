@@ -1,13 +1,12 @@
 //! Snapshots as files: stock tools agree on every state, and a refusal leaves everything as it was.
 
-mod common;
-
+use crate::common;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::stock::{User, assert_clean, content, path_str, qemu_img, qemu_io, snapshot_content};
+use crate::common::stock::{User, assert_clean, content, path_str, qemu_img, qemu_io, snapshot_content};
 use vmstrata_disk::snapshot::{
     self, HolderKind, PrepareOptions, RevertOptions, SnapshotFault, SnapshotInfo, find, list, prepare,
     resolve,

@@ -2,14 +2,13 @@
 //!
 //! Each case runs in a child process, which is this test binary again: it kills itself at its n-th step.
 
-mod common;
-
+use crate::common;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::killed::is_killed;
-use common::stock::{assert_clean, qemu_io};
+use crate::common::killed::is_killed;
+use crate::common::stock::{assert_clean, qemu_io};
 use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, SnapshotInfo, Step, list, prepare};
 use vmstrata_disk::{CreateOptions, OpenOptions, create};
 
@@ -55,7 +54,7 @@ fn child() {
 
 /// Runs the operation until its n-th step; false when it has fewer.
 fn killed_at(operation: &str, step: usize, disk: &Path) -> bool {
-    is_killed("child", "KILL_AT", format!("{operation} {step} {}", disk.display()))
+    is_killed("snapshot_files_kill::child", "KILL_AT", format!("{operation} {step} {}", disk.display()))
 }
 
 /// A disk with a snapshot: 1 at its start in "mon", 2 behind that written since, and files that are none of ours.

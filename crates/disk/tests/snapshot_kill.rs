@@ -1,18 +1,16 @@
 //! A process is killed with SIGKILL while it writes and takes snapshots: the disk and every snapshot are whole, for stock
 //! tools at once and for its successor with everything that had completed.
 
-mod common;
-
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::flat::write;
-use common::killed::{PLACES, numbers};
-use common::stock::{assert_safe, path_str, qemu_img};
-use common::{for_seeds, open_read_only, random, scratch, small_resources, wait_until};
+use crate::common::flat::write;
+use crate::common::killed::{PLACES, numbers};
+use crate::common::stock::{assert_safe, path_str, qemu_img};
+use crate::common::{for_seeds, open_read_only, random, scratch, small_resources, wait_until};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::{SnapshotInfo, list};
 use vmstrata_disk::{Disk, OpenOptions, snapshot_together};
@@ -68,7 +66,12 @@ fn child_that_takes_snapshots_until_it_is_killed() {
 fn run_and_kill(path: &Path, after: Duration) -> u64 {
     let _ = std::fs::remove_file(report_of(path));
     let mut child = Command::new(std::env::current_exe().expect("the test binary"))
-        .args(["--exact", "child_that_takes_snapshots_until_it_is_killed", "--ignored", "--nocapture"])
+        .args([
+            "--exact",
+            "snapshot_kill::child_that_takes_snapshots_until_it_is_killed",
+            "--ignored",
+            "--nocapture",
+        ])
         .env(ORDERS, path)
         .stdout(Stdio::null())
         .spawn()

@@ -1,16 +1,15 @@
 //! Snapshots of a disk that is being written: each holds what had completed, nothing that came after, and every file
 //! stays one that stock tools find clean.
 
-mod common;
-
+use crate::common;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use common::flat::{assert_reads, assert_same, pattern, read, some_range, write};
-use common::io::Client;
-use common::stock::{assert_clean, content, path_str, qemu_img};
-use common::{for_seeds, open, open_read_only, random, scratch, small_resources};
+use crate::common::flat::{assert_reads, assert_same, pattern, read, some_range, write};
+use crate::common::io::Client;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img};
+use crate::common::{for_seeds, open, open_read_only, random, scratch, small_resources};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::{SnapshotInfo, list};
 use vmstrata_disk::stats::Kind;

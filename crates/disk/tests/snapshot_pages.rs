@@ -1,12 +1,10 @@
 //! What a snapshot does to the pages of the map in memory: those that it does not change stay where they are.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::flat::{assert_same, pattern, read, write};
-use common::stock::{content, path_str, qemu_img};
-use common::{random, scratch, small_resources};
+use crate::common::flat::{assert_same, pattern, read, write};
+use crate::common::stock::{content, path_str, qemu_img};
+use crate::common::{random, scratch, small_resources};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources, snapshot_together};

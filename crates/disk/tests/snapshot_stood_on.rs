@@ -1,13 +1,12 @@
 //! Disks that other disks stand on: their history must not be taken from under those.
 
-mod common;
-
+use crate::common;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use common::flat::assert_reads;
-use common::small_resources;
-use common::stock::{content, qemu_io, text, try_qemu_io};
+use crate::common::flat::assert_reads;
+use crate::common::small_resources;
+use crate::common::stock::{content, qemu_io, text, try_qemu_io};
 use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, SnapshotFault, SnapshotInfo, list};
 use vmstrata_disk::{CreateOptions, Disk, Error, ErrorKind, Format, OpenOptions, create};
 

@@ -1,15 +1,13 @@
 //! Disks whose active layer has subclusters: a write costs what it writes, also after a snapshot.
 
-mod common;
-
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use common::faulty::FaultyFiles;
-use common::flat::{assert_reads, pattern, range, read, write};
-use common::io::Client;
-use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
-use common::{open, random, scratch, small_resources};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::{assert_reads, pattern, range, read, write};
+use crate::common::io::Client;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
+use crate::common::{open, random, scratch, small_resources};
 use vmstrata_disk::index::{IndexOptions, IndexVerdict, VerifiedFile, verify};
 use vmstrata_disk::merge::{Action, Direction, Merge, MergeFault, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::snapshot::SnapshotInfo;

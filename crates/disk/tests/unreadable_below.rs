@@ -1,13 +1,11 @@
 //! A cluster of a layer below that cannot be read: a guest's write of a part of it fails, and nothing else is lost.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::flat::{assert_reads, assert_same, pattern, range, read, write, zero};
-use common::stock::{assert_clean, content, path_str, qemu_img};
-use common::{random, scratch, small_resources};
+use crate::common::flat::{assert_reads, assert_same, pattern, range, read, write, zero};
+use crate::common::stock::{assert_clean, content, path_str, qemu_img};
+use crate::common::{random, scratch, small_resources};
 use rand::rngs::SmallRng;
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions};

@@ -1,14 +1,12 @@
 //! A base that is a part of a raw file, by `offset` and `size` of a `json:` description: all that goes by a layer's path knows which part.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::flat::{assert_reads, assert_same, write};
-use common::io::Client;
-use common::stock::{assert_clean, content, path_str, qemu_img, try_qemu_img};
-use common::{open, open_read_only, scratch};
+use crate::common::flat::{assert_reads, assert_same, write};
+use crate::common::io::Client;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img, try_qemu_img};
+use crate::common::{open, open_read_only, scratch};
 use vmstrata_disk::merge::{Kept, Merge, MergeOptions, MergeRange, Merged, Removal};
 use vmstrata_disk::snapshot::{self, SnapshotInfo};
 use vmstrata_disk::{

@@ -1,12 +1,10 @@
 //! Disks share threads, and one that hangs does not have them all.
 
-mod common;
-
 use std::time::Duration;
 
-use common::faulty::FaultyFiles;
-use common::io::Client;
-use common::scratch;
+use crate::common::faulty::FaultyFiles;
+use crate::common::io::Client;
+use crate::common::scratch;
 use vmstrata_disk::{Disk, Format, Op, OpenOptions};
 use vmstrata_store::{Effect, Fault, FaultPlan, When};
 

@@ -1,15 +1,13 @@
 //! After a snapshot the host begins to write out what the new layer grows by, before anybody flushes.
 
-mod common;
-
 use std::fs::File;
 use std::os::fd::AsRawFd as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::flat::write;
-use common::stock::{path_str, qemu_img};
-use common::{open, wait_until};
+use crate::common::flat::write;
+use crate::common::stock::{path_str, qemu_img};
+use crate::common::{open, wait_until};
 use vmstrata_disk::snapshot::SnapshotInfo;
 
 const CLUSTER: u64 = 64 << 10;

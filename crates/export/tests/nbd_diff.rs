@@ -1,11 +1,9 @@
 //! `vmstrata:diff:NAME`: what changed since a layer, for stock clients and for hostile ones.
 
-mod nbd_common;
-
 use std::path::Path;
 
-use nbd_common::client::{ACK, Client, context_query, extents};
-use nbd_common::{Fixture, SIZE, Setup, Style, run, text};
+use crate::nbd_common::client::{ACK, Client, context_query, extents};
+use crate::nbd_common::{Fixture, SIZE, Setup, Style, run, text};
 use serde_json::Value;
 use vmstrata_backup::{Diff, DiffKind, DiffOptions};
 use vmstrata_disk::merge::{Direction, Merge, MergeOptions, ranges_of};

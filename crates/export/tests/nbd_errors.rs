@@ -1,11 +1,9 @@
 //! A disk that cannot be read everywhere: errors name the place, and spare everything else.
 
-mod nbd_common;
-
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use nbd_common::{Fixture, Setup, Style, run, text};
+use crate::nbd_common::{Fixture, Setup, Style, run, text};
 use vmstrata_export::nbd::protocol::CommandFlags as F;
 use vmstrata_export::nbd::protocol::request::Command;
 

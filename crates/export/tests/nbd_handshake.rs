@@ -1,12 +1,10 @@
 //! The handshake, option by option, with a client that says exactly what it is told.
 
-mod nbd_common;
-
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use nbd_common::client::{ACK, context_query, info_query, string};
-use nbd_common::{Client, Fixture, SIZE, Setup, Style};
+use crate::nbd_common::client::{ACK, context_query, info_query, string};
+use crate::nbd_common::{Client, Fixture, SIZE, Setup, Style};
 use vmstrata_export::nbd::{Error, Export, ExportFault, Limits};
 
 const ERR_UNSUP: u32 = 0x8000_0001;

@@ -1,14 +1,12 @@
 //! Clients that mean harm, or only do harm: each loses its own connection, and the others are served meanwhile.
 
-mod nbd_common;
-
 use std::io::{Read, Write};
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use nbd_common::wait::wait_until;
-use nbd_common::{Client, Fixture, SIZE, Setup, Style, chain_content};
+use crate::nbd_common::{Client, Fixture, SIZE, Setup, Style, chain_content};
+use crate::wait::wait_until;
 use proptest::prelude::*;
 use rustix::net::{RecvFlags, recv};
 use vmstrata_export::nbd::Limits;

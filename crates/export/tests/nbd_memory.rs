@@ -1,12 +1,10 @@
 //! Clients that never read cannot take more than their memory, and no processor time. Alone in its process, which
 //! it measures.
 
-mod nbd_common;
-
 use std::io::Write;
 use std::time::Duration;
 
-use nbd_common::{Fixture, Setup, Style};
+use crate::nbd_common::{Fixture, Setup, Style};
 use vmstrata_export::nbd::Limits;
 use vmstrata_export::nbd::protocol::CommandFlags;
 use vmstrata_export::nbd::protocol::request::{Command, Request};

@@ -1,8 +1,6 @@
 //! Random requests over several connections of all styles against a flat array, and against stock tools at the end.
 
-mod nbd_common;
-
-use nbd_common::{Client, Fixture, SIZE, Style, chain_content, run, text};
+use crate::nbd_common::{Client, Fixture, SIZE, Style, chain_content, run, text};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use vmstrata_export::nbd::protocol::CommandFlags as F;

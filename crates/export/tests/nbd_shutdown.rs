@@ -1,10 +1,8 @@
 //! Stopping a server: what is under way is finished, what was written is stable, and nobody holds it up.
 
-mod nbd_common;
-
 use std::time::{Duration, Instant};
 
-use nbd_common::{Client, Fixture, SIZE, Setup, Style, run, text};
+use crate::nbd_common::{Client, Fixture, SIZE, Setup, Style, run, text};
 use vmstrata_export::nbd::protocol::CommandFlags as F;
 use vmstrata_export::nbd::protocol::request::Command;
 use vmstrata_export::nbd::{Export, Limits};

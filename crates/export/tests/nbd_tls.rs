@@ -1,12 +1,10 @@
 //! TLS with stock clients, and what is refused without it.
 
-mod nbd_common;
-
 use std::io::Write;
 use std::path::Path;
 
-use nbd_common::client::{ACK, info_query};
-use nbd_common::{Client, Fixture, Setup, chain_content, make_chain, run, text, try_run};
+use crate::nbd_common::client::{ACK, info_query};
+use crate::nbd_common::{Client, Fixture, Setup, chain_content, make_chain, run, text, try_run};
 use vmstrata_export::nbd::{Address, ClientRight, Error, Export, Listener, TlsConfig, TlsMode};
 
 const ERR_INVALID: u32 = 0x8000_0003;

@@ -1,8 +1,6 @@
 //! Stock clients against the server: nbdinfo, nbdcopy, nbdsh, qemu-img, qemu-io.
 
-mod nbd_common;
-
-use nbd_common::{Fixture, SIZE, Setup, chain_content, run, text, try_run};
+use crate::nbd_common::{Fixture, SIZE, Setup, chain_content, run, text, try_run};
 use serde_json::Value;
 use vmstrata_export::nbd::{Address, Listener};
 

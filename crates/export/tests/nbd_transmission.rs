@@ -1,9 +1,7 @@
 //! Requests and replies in all three styles, with a client of our own: libnbd 1.14 has no extended headers.
 
-mod nbd_common;
-
-use nbd_common::client::{Chunk, assemble, context_query, extents};
-use nbd_common::{Client, Fixture, SIZE, Setup, Style, chain_content, run, text};
+use crate::nbd_common::client::{Chunk, assemble, context_query, extents};
+use crate::nbd_common::{Client, Fixture, SIZE, Setup, Style, chain_content, run, text};
 use vmstrata_export::nbd::protocol::CommandFlags as F;
 use vmstrata_export::nbd::protocol::request::Command;
 

@@ -1,17 +1,15 @@
 //! The export through libblkio's driver, as a guest would use it, against a flat array.
 
-mod vhost_common;
-
 use std::fs::{File, OpenOptions};
 use std::mem::MaybeUninit;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Duration;
 
+use crate::vhost_common::{Served, options};
 use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use vhost_common::{Served, options};
 
 const SECTOR: u64 = 512;
 /// Requests a queue has in flight at once.

@@ -2,8 +2,6 @@
 //!
 //! `VMSTRATA_SEED=N` replays one.
 
-mod vhost_common;
-
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsRawFd, RawFd};
@@ -11,11 +9,11 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use crate::vhost_common::driver::{Driver, GUEST_BASE, USER_BASE};
+use crate::vhost_common::frontend::{Connection, Guest, MEMORY_LEN, event, offer};
+use crate::vhost_common::{Served, options};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use vhost_common::driver::{Driver, GUEST_BASE, USER_BASE};
-use vhost_common::frontend::{Connection, Guest, MEMORY_LEN, event, offer};
-use vhost_common::{Served, options};
 use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 

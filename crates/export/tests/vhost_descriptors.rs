@@ -1,15 +1,13 @@
 //! What a frontend makes the server keep open. Alone in its program: descriptors are counted by the process.
 
-mod vhost_common;
-
 use std::os::fd::AsRawFd;
 
+use crate::vhost_common::driver::{GUEST_BASE, USER_BASE};
+use crate::vhost_common::frontend::{FLUSH, Guest, MEMORY_LEN, event, fill, make_blocking};
+use crate::vhost_common::{Served, options};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
-use vhost_common::driver::{GUEST_BASE, USER_BASE};
-use vhost_common::frontend::{FLUSH, Guest, MEMORY_LEN, event, fill, make_blocking};
-use vhost_common::{Served, options};
 
 fn open_descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()

@@ -1,7 +1,5 @@
 //! Files of a file system that may never answer: it is not even asked.
 
-mod vhost_common;
-
 use std::ffi::OsStr;
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -10,6 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
+use crate::vhost_common::frontend::{Guest, MEMORY_LEN, negotiate};
+use crate::vhost_common::{Served, options};
 use fuser::{
     BackgroundSession, Config, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
     LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, ReplyStatfs, Request, Session,
@@ -17,8 +17,6 @@ use fuser::{
 use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
-use vhost_common::frontend::{Guest, MEMORY_LEN, negotiate};
-use vhost_common::{Served, options};
 use vmstrata_export::vhost_user::Options;
 
 const FILE: INodeNo = INodeNo(2);

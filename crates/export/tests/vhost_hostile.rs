@@ -1,26 +1,24 @@
 //! Frontends and drivers that break the rules: they lose their own queue or connection, and nothing else
 //! happens. After each of them, an honest one is served.
 
-mod vhost_common;
-
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use crate::vhost_common::driver::{Descriptor, GUEST_BASE, INDIRECT, NEXT, USER_BASE, WRITE};
+use crate::vhost_common::frontend::{
+    Connection, FLUSH, Guest, MEMORY_LEN, event, fill, make_blocking, negotiate, signalled,
+};
+use crate::vhost_common::{Served, options};
+use crate::wait::wait_until;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
-use vhost_common::driver::{Descriptor, GUEST_BASE, INDIRECT, NEXT, USER_BASE, WRITE};
-use vhost_common::frontend::{
-    Connection, FLUSH, Guest, MEMORY_LEN, event, fill, make_blocking, negotiate, signalled,
-};
-use vhost_common::wait::wait_until;
-use vhost_common::{Served, options};
 use vmm_sys_util::eventfd::EventFd;
 
 fn served() -> Served {

@@ -1,20 +1,18 @@
 //! The protocol, message by message: what a frontend may say, in which order, and what comes of it.
 
-mod vhost_common;
-
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use crate::vhost_common::driver::{GUEST_BASE, USER_BASE};
+use crate::vhost_common::frontend::{
+    Connection, DISCARD, FLUSH, GET_ID, Guest, IN, MEMORY_LEN, OUT, WRITE_ZEROES, event, signalled, slot_at,
+};
+use crate::vhost_common::{Served, options};
 use vhost::vhost_user::message::VhostUserConfigFlags;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo, VringConfigData};
-use vhost_common::driver::{GUEST_BASE, USER_BASE};
-use vhost_common::frontend::{
-    Connection, DISCARD, FLUSH, GET_ID, Guest, IN, MEMORY_LEN, OUT, WRITE_ZEROES, event, signalled, slot_at,
-};
-use vhost_common::{Served, options};
 use vmstrata_disk::{Limit, Limits};
 
 const OK: u8 = 0;

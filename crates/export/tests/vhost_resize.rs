@@ -1,16 +1,14 @@
 //! A disk of another size, as a frontend sees it: told at once, used at once, and never past its end.
 
-mod vhost_common;
-
 use std::io::Read as _;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use crate::vhost_common::frontend::{Connection, Guest, IN, OUT, negotiate};
+use crate::vhost_common::{Served, options};
+use crate::wait::wait_until;
 use vhost::vhost_user::message::VhostUserConfigFlags;
 use vhost::vhost_user::{VhostUserFrontend, VhostUserProtocolFeatures};
-use vhost_common::frontend::{Connection, Guest, IN, OUT, negotiate};
-use vhost_common::wait::wait_until;
-use vhost_common::{Served, options};
 use vmstrata_disk::Shrink;
 
 const OK: u8 = 0;

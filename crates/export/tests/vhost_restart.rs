@@ -1,7 +1,5 @@
 //! Servers that die: what they had taken is taken up by the next one, once.
 
-mod vhost_common;
-
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -9,13 +7,13 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::vhost_common::driver::Driver;
+use crate::vhost_common::frontend::{Connection, Guest, OUT, offer, signalled};
+use crate::vhost_common::{Served, options};
+use crate::wait::wait_until;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use vhost::VhostBackend;
-use vhost_common::driver::Driver;
-use vhost_common::frontend::{Connection, Guest, OUT, offer, signalled};
-use vhost_common::wait::wait_until;
-use vhost_common::{Served, options};
 use vmstrata_disk::{Disk, OpenOptions, ResourceOptions, Resources};
 use vmstrata_export::vhost_user::Server;
 
@@ -157,7 +155,7 @@ struct Process(Child);
 impl Process {
     fn start(disk: &Path, socket: &Path) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "server_process", "--nocapture"]).stdout(Stdio::null());
+        command.args(["--exact", "vhost_restart::server_process", "--nocapture"]).stdout(Stdio::null());
         command.env("VMSTRATA_TEST_DISK", disk).env("VMSTRATA_TEST_SOCKET", socket);
         let process = Self(command.spawn().unwrap());
         wait_until("the server", || std::os::unix::net::UnixStream::connect(socket).is_ok());

@@ -1,13 +1,11 @@
 //! A server that cannot end in time does not keep others from going on.
 
-mod vhost_common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vhost_common::frontend::{Guest, IN};
-use vhost_common::{Served, options};
+use crate::vhost_common::frontend::{Guest, IN};
+use crate::vhost_common::{Served, options};
 use vmstrata_disk::{
     Disk, Format, LocalFiles, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role,
 };

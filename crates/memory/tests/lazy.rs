@@ -1,7 +1,5 @@
 //! A memory that is read while its guest runs: what it reads is the snapshot or what was written since, never anything else.
 
-mod vault_support;
-
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::PathBuf;
@@ -9,10 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::vault_support::fault::{Effect, Plan, faulty};
+use crate::vault_support::{Guest, Known, Repositories, bytes, flip, new_snapshot, open, policy, save};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use vault_support::fault::{Effect, Plan, faulty};
-use vault_support::{Guest, Known, Repositories, bytes, flip, new_snapshot, open, policy, save};
 use vmstrata_memory::BoxError;
 use vmstrata_memory::hide::Clear;
 use vmstrata_memory::restore::lazy::{

@@ -1,7 +1,5 @@
 //! Pages that lie on the guest's disks come back from there, and only if they are what they were.
 
-mod vault_support;
-
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -9,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use vault_support::{Guest, Known, Repositories, bytes, new_snapshot, open, policy};
+use crate::vault_support::{Guest, Known, Repositories, bytes, new_snapshot, open, policy};
 use vmstrata_memory::disk::ReadDisk;
 use vmstrata_memory::hide::Clear;
 use vmstrata_memory::refill::Refiller;

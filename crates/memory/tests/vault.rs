@@ -1,14 +1,12 @@
 //! Snapshots are written, read back, share pages, and go.
 
-mod vault_support;
-
 use std::sync::Arc;
 
-use rand::SeedableRng;
-use rand::rngs::SmallRng;
-use vault_support::{
+use crate::vault_support::{
     Guest, Known, Repositories, assert_reads, bytes, flip, is_lost, new_snapshot, open, policy, save, save_at,
 };
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
 use vmstrata_memory::hide::Clear;
 use vmstrata_memory::vault::{
     Closing, Collected, Deleted, DiskPiece, DiskState, OneDevice, Page, Policy, Refill, VaultError, Want,

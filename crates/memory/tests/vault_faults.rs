@@ -1,15 +1,16 @@
 //! A repository fails at every operation in turn: older snapshots stay whole, and nothing half is listed.
 
-mod vault_support;
-
+use crate::vault_support;
 use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use crate::vault_support::fault::{Effect, Plan, faulty};
+use crate::vault_support::{
+    Guest, Repositories, assert_reads, leave_dead_pages, open, policy, save, save_at,
+};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use vault_support::fault::{Effect, Plan, faulty};
-use vault_support::{Guest, Repositories, assert_reads, leave_dead_pages, open, policy, save, save_at};
 use vmstrata_memory::vault::{Compact, Deleted, Health, OneDevice, Policy, Result, Vault, Which};
 
 const EFFECTS: [Effect; 3] =

@@ -1,11 +1,9 @@
 //! Each so many-th snapshot of a guest is full, so that damage to one object is bounded.
 
-mod vault_support;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use vault_support::{Guest, Known, Repositories, assert_reads, new_snapshot, open, policy, save};
+use crate::vault_support::{Guest, Known, Repositories, assert_reads, new_snapshot, open, policy, save};
 use vmstrata_memory::PageClass;
 use vmstrata_memory::vault::{Closing, NewSnapshot, ObjectId, Policy, Saved, Vault};
 

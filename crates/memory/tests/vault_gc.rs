@@ -1,10 +1,8 @@
 //! The space of deleted snapshots is given back.
 
-mod vault_support;
-
+use crate::vault_support::{Guest, Known, Repositories, assert_reads, leave_dead_pages, open, policy, save};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use vault_support::{Guest, Known, Repositories, assert_reads, leave_dead_pages, open, policy, save};
 use vmstrata_memory::PageClass;
 use vmstrata_memory::vault::{Collected, Compact, Deleted, Health, Policy, Vault};
 

@@ -2,12 +2,10 @@
 //!
 //! They were made by `VMSTRATA_WRITE_GOLDEN=DIR cargo test --test vault_golden`, which only a new format version needs.
 
-mod vault_support;
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use vault_support::{Guest, Known, policy};
+use crate::vault_support::{Guest, Known, policy};
 use vmstrata_memory::hide::Clear;
 use vmstrata_memory::vault::{
     Closing, DiskPiece, DiskState, Health, NewSnapshot, Page, Policy, Refill, Snapshot, Vault,

@@ -1,16 +1,12 @@
 //! Snapshots in HDFS, beside its own NameNode and DataNodes: kept as often as asked for, found again, verified and repaired.
 #![cfg(feature = "hdfs")]
 
-#[path = "../../repo/tests/hdfs/mod.rs"]
-mod hdfs;
-mod vault_support;
-
 use std::sync::Arc;
 
-use hdfs::Cluster;
+use crate::hdfs::Cluster;
+use crate::vault_support::{Guest, Known, Repositories, assert_reads, new_snapshot, open, policy, save};
 use hdfs_native::client::FileStatus;
 use hdfs_native::sync::{Client, ClientBuilder};
-use vault_support::{Guest, Known, Repositories, assert_reads, new_snapshot, open, policy, save};
 use vmstrata_memory::vault::{Deleted, Health, ObjectId, OneDevice, Policy, Vault, VaultError};
 use vmstrata_memory::{Frame, PageClass};
 use vmstrata_repo::Address;

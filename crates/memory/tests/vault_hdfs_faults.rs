@@ -1,22 +1,19 @@
 //! Snapshots in HDFS when DataNodes are lost, writers are killed, and writers meet who deletes.
 #![cfg(feature = "hdfs")]
 
-#[path = "../../repo/tests/hdfs/mod.rs"]
-mod hdfs;
-mod vault_support;
-
+use crate::vault_support;
 use std::collections::BTreeSet;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use hdfs::Cluster;
+use crate::hdfs::Cluster;
+use crate::vault_support::fault::{Effect, Plan, faulty};
+use crate::vault_support::{Guest, Known, assert_reads, new_snapshot, open, policy, save, save_at};
 use hdfs_native::sync::{Client, ClientBuilder};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use vault_support::fault::{Effect, Plan, faulty};
-use vault_support::{Guest, Known, assert_reads, new_snapshot, open, policy, save, save_at};
 use vmstrata_memory::vault::{Closing, Deleted, Health, ObjectId, ObjectKind, Page, Policy, Vault, Which};
 use vmstrata_memory::{PAGE_BYTES, PageClass};
 use vmstrata_repo::{Address, Hold, Repository};
@@ -277,7 +274,7 @@ fn a_killed_writer_leaves_a_whole_snapshot_or_none() {
         let address = cluster.repository(&dir);
         save(&vault(&address), &small(1), "1", one_thread());
         let status = Command::new(std::env::current_exe().expect("this test"))
-            .args(["--exact", "child"])
+            .args(["--exact", "vault_hdfs_faults::child"])
             .env("KILL_AT", format!("{step} {address}"))
             .stdout(Stdio::null())
             .status()

@@ -2,16 +2,16 @@
 //!
 //! Each case runs in a child process, which is this test binary again: it kills itself at its n-th operation.
 
-mod vault_support;
-
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 
+use crate::vault_support::fault::{Effect, Plan, faulty};
+use crate::vault_support::{
+    Guest, Repositories, assert_reads, leave_dead_pages, open, policy, save, save_at,
+};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use vault_support::fault::{Effect, Plan, faulty};
-use vault_support::{Guest, Repositories, assert_reads, leave_dead_pages, open, policy, save, save_at};
 use vmstrata_memory::vault::{Compact, Deleted, Health, ObjectId, OneDevice, Policy, Vault, Which};
 use vmstrata_repo::{DirectoryRepository, Repository};
 
@@ -51,7 +51,7 @@ fn child() {
 fn killed_at(operation: &str, step: usize, repositories: &Repositories) -> bool {
     let paths: Vec<String> = repositories.paths().iter().map(|path| path.display().to_string()).collect();
     let status = Command::new(std::env::current_exe().expect("this test"))
-        .args(["--exact", "child"])
+        .args(["--exact", "vault_kill::child"])
         .env("KILL_AT", format!("{operation} {step} {}", paths.join(" ")))
         .stdout(std::process::Stdio::null())
         .status()

@@ -1,11 +1,9 @@
 //! What is known of a snapshot costs what changed, and is kept as safely as what the guest needs.
 
-mod vault_support;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use vault_support::{Guest, Known, Repositories, bytes, flip, new_snapshot, open, policy};
+use crate::vault_support::{Guest, Known, Repositories, bytes, flip, new_snapshot, open, policy};
 use vmstrata_memory::hide::Clear;
 use vmstrata_memory::vault::{
     Closing, DiskPiece, DiskState, ObjectId, OneDevice, Policy, Refill, Saved, Snapshot, Vault, VaultError,

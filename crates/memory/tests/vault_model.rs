@@ -1,12 +1,10 @@
 //! Random operations on a store, against a plain map of what every snapshot must read as.
 
-mod vault_support;
-
 use std::collections::BTreeMap;
 
+use crate::vault_support::{Guest, Repositories, assert_reads, open, policy, save};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use vault_support::{Guest, Repositories, assert_reads, open, policy, save};
 use vmstrata_memory::vault::{Compact, Deleted, Health, OneDevice, Result, SnapshotId, Vault};
 
 const REPOSITORIES: usize = 4;

@@ -1,7 +1,6 @@
 //! A vault is for its user alone: modes of what is written, vaults that others can enter, and what they may plant there.
 
-mod vault_support;
-
+use crate::vault_support;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::process::CommandExt;
@@ -9,8 +8,8 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
+use crate::vault_support::{Guest, Known, Repositories, assert_reads, open, policy, save, save_at};
 use rustix::fs::{CWD, FileType, Gid, Mode, Uid, chown, mknodat};
-use vault_support::{Guest, Known, Repositories, assert_reads, open, policy, save, save_at};
 use vmstrata_memory::PageClass;
 use vmstrata_memory::vault::{OneDevice, Saved, Vault, VaultError, Which};
 
@@ -194,7 +193,10 @@ fn a_vault_that_its_reader_cannot_close_is_refused() {
     let test = place.path().join("test");
     fs::copy(std::env::current_exe().unwrap(), &test).unwrap();
     let mut child = Command::new(&test);
-    child.args(["--exact", "child_of_another_user"]).env("PRIVATE_VAULT", dir).current_dir("/");
+    child
+        .args(["--exact", "vault_private::child_of_another_user"])
+        .env("PRIVATE_VAULT", dir)
+        .current_dir("/");
     let output = child.uid(OTHER).gid(OTHER).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     assert_eq!(mode(dir), 0o755);

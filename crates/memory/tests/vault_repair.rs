@@ -1,12 +1,10 @@
 //! Damage of every kind is found, and mended while a copy is left.
 
-mod vault_support;
-
 use std::path::PathBuf;
 
+use crate::vault_support::{Guest, Known, Repositories, assert_reads, flip, open, policy, save};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use vault_support::{Guest, Known, Repositories, assert_reads, flip, open, policy, save};
 use vmstrata_memory::PageClass;
 use vmstrata_memory::vault::{Health, OneDevice, Vault, VaultError, Which};
 

@@ -1,8 +1,5 @@
 //! A disk moves to a flat copy while it is written: a raw file, or an export of a stock NBD server.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -11,13 +8,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::faulty::FaultyFiles;
-use common::flat::{assert_reads, assert_same, pattern, write};
-use common::io::Client;
-use common::ledger::Step;
-use common::stock::{assert_clean, content, path_str, qemu_img};
-use common::wait::wait_until;
-use common::{open_with, random, scratch};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::{assert_reads, assert_same, pattern, write};
+use crate::common::io::Client;
+use crate::common::ledger::Step;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img};
+use crate::common::wait::wait_until;
+use crate::common::{open_with, random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{CreateOptions, Disk, Format, OpenOptions, ResourceOptions, Resources, Together, create};

@@ -1,8 +1,5 @@
 //! A disk moves with its history while it is written, and nothing is lost, whatever happens on the way.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::os::unix::fs::FileExt as _;
@@ -12,9 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::flat::{assert_reads, assert_same, pattern, read, write};
-use common::stock::{assert_clean, content, path_str, qemu_img};
-use common::{for_seeds, open_with, random, scratch, small_resources};
+use crate::common::flat::{assert_reads, assert_same, pattern, read, write};
+use crate::common::stock::{assert_clean, content, path_str, qemu_img};
+use crate::common::{for_seeds, open_with, random, scratch, small_resources};
 use rand::Rng as _;
 use vmstrata_disk::merge::{Direction, Merge, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::snapshot::{self, SnapshotInfo, list};
@@ -567,7 +564,11 @@ fn a_move_that_is_killed_loses_nothing_and_goes_on() {
         let mut next = 0;
         for round in 0..3 {
             let mut command = Command::new(std::env::current_exe().unwrap());
-            command.args(["--exact", "a_move_that_is_killed_loses_nothing_and_goes_on", "--nocapture"]);
+            command.args([
+                "--exact",
+                "moving::a_move_that_is_killed_loses_nothing_and_goes_on",
+                "--nocapture",
+            ]);
             command.env(ORDERS, format!("{}\n{}", path.display(), new.display()));
             command.env("VMSTRATA_TEST_MOVE_FIRST", next.to_string()).stdout(Stdio::piped());
             let mut running = command.spawn().unwrap();

@@ -1,10 +1,8 @@
 //! Images made by stock tools: what we parse is what was asked for, and re-encoding gives the same bytes.
 
-mod common;
-
 use std::path::Path;
 
-use common::qemu_img_ok;
+use crate::common::qemu_img_ok;
 use vmstrata_qcow2::bitmap::{BitmapFlags, BitmapsExtension};
 use vmstrata_qcow2::header::field;
 use vmstrata_qcow2::{

@@ -1,12 +1,10 @@
 //! New images as stock tools see them: `qemu-img check` finds nothing, `qemu-img info` reads back what was
 //! asked for, `qemu-io` can write to them.
 
-mod common;
-
 use std::path::Path;
 use std::process::Command;
 
-use common::{qemu_img_ok, write};
+use crate::common::{qemu_img_ok, write};
 use serde_json::Value;
 use vmstrata_qcow2::create::{CreateOptions, NewBacking, max_size, new_image};
 use vmstrata_qcow2::{CompressionType, RefcountOrder};

@@ -1,9 +1,8 @@
 //! Properties over arbitrary values: what is encoded decodes to the same, what decodes encodes to the same
 //! bytes, and no bytes whatever make a parser panic.
 
-mod common;
-
-use common::image::{File, parse, version_2, version_3};
+use crate::common;
+use crate::common::image::{File, parse, version_2, version_3};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use vmstrata_qcow2::bitmap::{self, BitmapsExtension};

@@ -1,13 +1,11 @@
 //! L1, L2 and refcount entries as stock tools write them: our decoders must find every cluster `qemu-img map`
 //! reports, and count exactly the references that stock tools counted.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-use common::qemu_img_ok;
+use crate::common::qemu_img_ok;
 use serde_json::Value;
 use vmstrata_qcow2::bitmap::{self, BitmapsExtension};
 use vmstrata_qcow2::{Header, L2Entry, RawEntry, SubclusterState, refcount, snapshot};

@@ -1,7 +1,6 @@
 //! A directory does what every kind of repository must do.
 
-mod suite;
-
+use crate::suite;
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 

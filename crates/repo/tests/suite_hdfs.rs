@@ -1,13 +1,11 @@
 //! A directory of HDFS does what every kind of repository must do.
 #![cfg(feature = "hdfs")]
 
-mod hdfs;
-mod suite;
-
+use crate::suite;
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
-use hdfs::Cluster;
+use crate::hdfs::Cluster;
 use vmstrata_repo::{Address, ObjectName, Repository};
 
 #[test]

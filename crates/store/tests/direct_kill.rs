@@ -1,14 +1,13 @@
 //! A killed process's direct writes that its device has not answered keep the file locked.
 
-mod common;
-
+use crate::common;
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Held, PATIENCE, Question};
+use crate::common::{Held, PATIENCE, Question};
 use vmstrata_store::{
     Access, AlignedBuf, CacheMode, FileError, FileOptions, FileStore, Gate, LockError, OpenStore, Ring,
     Segment, SegmentVec,

@@ -1,13 +1,12 @@
 //! Who has a file open is found out though another file system does not answer.
 
-mod common;
-
+use crate::common;
 use std::fs::File;
 use std::os::fd::AsRawFd as _;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, mpsc};
 
-use common::{Held, PATIENCE, Question};
+use crate::common::{Held, PATIENCE, Question};
 use vmstrata_store::{FileId, Holders, OpenFiles};
 
 #[test]

@@ -1,11 +1,9 @@
 //! Hidden clusters against a slow oracle: what `qemu-img map` says of each layer by itself, on arrays of sectors.
 
-mod common;
-
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use common::{Tree, patch, tool};
+use crate::common::{Tree, patch, tool};
 use serde_json::Value;
 use vmstrata_survey::report::Layer;
 use vmstrata_survey::{Report, SurveyOptions, survey};

@@ -1,10 +1,8 @@
 //! What `--json` prints against `docs/survey.md`: every key is on the page, and nothing else is.
 
-mod common;
-
 use std::collections::BTreeSet;
 
-use common::Tree;
+use crate::common::Tree;
 use serde_json::Value;
 use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_survey::{RiskKind, SurveyOptions, survey};

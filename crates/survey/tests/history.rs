@@ -1,8 +1,6 @@
 //! How long chains were before: by the layers that are there, and by what earlier surveys wrote down.
 
-mod common;
-
-use common::Tree;
+use crate::common::Tree;
 use vmstrata_survey::history::HistoryError;
 use vmstrata_survey::page;
 

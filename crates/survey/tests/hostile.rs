@@ -1,7 +1,5 @@
 //! Chains that are broken, and files that would like to be: each is told by its kind, and none stops the survey.
 
-mod common;
-
 use std::fs;
 use std::io::Read as _;
 use std::os::unix::fs::symlink;
@@ -10,7 +8,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Tree, chain, patch, risks, set_mtime, tool};
+use crate::common::{Tree, chain, patch, risks, set_mtime, tool};
 use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_qcow2::extension::magic;
 use vmstrata_survey::{RiskKind, Severity, SurveyOptions, survey};

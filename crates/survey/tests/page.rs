@@ -1,10 +1,8 @@
 //! The page: well-formed, self-contained, told to those who do not see it, and true.
 
-mod common;
-
 use std::os::unix::ffi::OsStrExt as _;
 
-use common::{Tree, patch};
+use crate::common::{Tree, patch};
 use roxmltree::{Document, Node, ParsingOptions};
 use vmstrata_survey::{Report, page};
 

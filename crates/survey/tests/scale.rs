@@ -1,10 +1,8 @@
 //! Thousands of images: time and memory in proportion to the files, whatever they share.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::Tree;
+use crate::common::Tree;
 use vmstrata_survey::{page, text};
 
 /// Generous: a machine that runs other tests beside.

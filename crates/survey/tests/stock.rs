@@ -1,11 +1,9 @@
 //! Numbers of a survey against `qemu-img info --backing-chain` of the same chains.
 
-mod common;
-
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
-use common::{Tree, chain, set_mtime, stock_chain, tool};
+use crate::common::{Tree, chain, set_mtime, stock_chain, tool};
 use serde_json::Value;
 use vmstrata_qcow2::SnapshotInfo;
 use vmstrata_survey::{Report, SurveyOptions, TimeSource, survey};

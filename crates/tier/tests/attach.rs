@@ -1,9 +1,5 @@
 //! A disk in use becomes a tiered one, whatever happens to its host on the way.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-mod tier_support;
-
 use std::fs;
 use std::io::Write as _;
 use std::os::unix::process::ExitStatusExt as _;
@@ -13,13 +9,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::flat::{read, write};
-use common::stock::{content, path_str, qemu_img};
-use common::{for_seeds, random, scratch, small_resources};
-use rand::Rng as _;
-use tier_support::{
+use crate::common::flat::{read, write};
+use crate::common::stock::{content, path_str, qemu_img};
+use crate::common::{for_seeds, random, scratch, small_resources};
+use crate::tier_support::{
     SIZE, block, host, host_with, image, newest_of, place, published, soon, sync, take_over, writes_of,
 };
+use rand::Rng as _;
 use vmstrata_disk::{Disk, OpenOptions, Resources};
 use vmstrata_tier::{Attaching, Error, Place, TierOptions, Tiered};
 
@@ -180,7 +176,12 @@ fn a_process_that_is_killed_while_it_attaches_a_disk_loses_nothing() {
         let path = image(dir.path());
         let lifetime = random("attach", seed).random_range(1_000..120_000_u64);
         let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_that_attaches_until_it_is_killed", "--include-ignored", "--nocapture"])
+            .args([
+                "--exact",
+                "attach::child_that_attaches_until_it_is_killed",
+                "--include-ignored",
+                "--nocapture",
+            ])
             .env(ORDERS, format!("{} {lifetime}", path_str(&path)))
             .output()
             .unwrap();

@@ -1,9 +1,7 @@
 //! Layers of a repository through the host's cache: never other bytes than were shipped, whatever becomes of the repository, the
 //! cache's files and the process.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-
+use crate::common;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
@@ -13,8 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
-use common::stock::path_str;
-use common::{for_seeds, random, scratch, wait_until};
+use crate::common::stock::path_str;
+use crate::common::{for_seeds, random, scratch, wait_until};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use tempfile::TempDir;
@@ -539,7 +537,7 @@ fn a_killed_process_leaves_chunks_that_are_proved_or_fetched() {
         let object = serde_json::to_string(&world.object).unwrap();
         let orders = [path_str(world.remote.path()), path_str(&world.dir()), &object].join("\n");
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "host_that_reads_until_it_is_killed", "--ignored", "--nocapture"])
+            .args(["--exact", "cache::host_that_reads_until_it_is_killed", "--ignored", "--nocapture"])
             .env(ORDERS, orders)
             .stdout(Stdio::null())
             .spawn()

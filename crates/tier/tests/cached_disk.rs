@@ -1,17 +1,15 @@
 //! Disks over layers that are read through the host's cache read as they do without it, whatever is given up and fails meanwhile.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-
+use crate::common;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::{fs, io};
 
-use common::flat::{assert_reads, assert_same, pattern, some_range, write};
-use common::io::Client;
-use common::stock::{content, path_str, qemu_img};
-use common::{for_seeds, random, scratch};
+use crate::common::flat::{assert_reads, assert_same, pattern, some_range, write};
+use crate::common::io::Client;
+use crate::common::stock::{content, path_str, qemu_img};
+use crate::common::{for_seeds, random, scratch};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use tempfile::TempDir;

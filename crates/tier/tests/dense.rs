@@ -1,15 +1,12 @@
 //! Dense layers against stock tools: found clean, read as the states that were shipped, and written by them.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-
 use std::fs;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::stock::{assert_clean, path_str, qemu_img, qemu_io};
-use common::{for_seeds, scratch};
+use crate::common::stock::{assert_clean, path_str, qemu_img, qemu_io};
+use crate::common::{for_seeds, scratch};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use tempfile::TempDir;

@@ -1,17 +1,14 @@
 //! A tiered disk becomes an ordinary image again, whatever ends the process in the middle of that.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-mod tier_support;
-
+use crate::tier_support;
 use std::fs;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
-use common::flat::write;
-use common::scratch;
-use common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
-use tier_support::{block, host, image, newest_of, place, soon, sync, take_over, writes_of};
+use crate::common::flat::write;
+use crate::common::scratch;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img, qemu_io};
+use crate::tier_support::{block, host, image, newest_of, place, soon, sync, take_over, writes_of};
 use vmstrata_disk::{OpenOptions, ResourceOptions, Resources};
 use vmstrata_tier::{Branch, Detach, Error, Pin, Place, Purpose, repository_of};
 

@@ -1,19 +1,15 @@
 //! Tiered disks whose repository is no directory of the host: chains reach its layers through the cache alone.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-mod tier_support;
-
 use std::fs;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::flat::{read, write};
-use common::scratch;
-use common::stock::{content, path_str, qemu_img};
-use tier_support::{
+use crate::common::flat::{read, write};
+use crate::common::scratch;
+use crate::common::stock::{content, path_str, qemu_img};
+use crate::tier_support::{
     SIZE, block, far, image, image_at, make_far, newest_of, place, published, repository_dir, soon, sync,
     writes_of,
 };

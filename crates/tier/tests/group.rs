@@ -2,10 +2,8 @@
 //!
 //! The guest makes steps: it writes a step's number to the first disk, and then to the second.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-mod tier_support;
-
+use crate::common;
+use crate::tier_support;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write as _;
@@ -15,10 +13,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use common::flat::{read, write};
-use common::scratch;
-use common::stock::{assert_clean, content, path_str, qemu_img};
-use tier_support::{
+use crate::common::flat::{read, write};
+use crate::common::scratch;
+use crate::common::stock::{assert_clean, content, path_str, qemu_img};
+use crate::tier_support::{
     SIZE, block, far, image_at, make_far, place, published, repository_dir, soon, sync, writes_of,
 };
 use vmstrata_disk::snapshot::SnapshotInfo;
@@ -420,7 +418,7 @@ fn strace(dir: &Path, epochs: u64, options: &[&str]) -> std::process::Output {
         .args(["-f", "-qq", "-e", "signal=none"])
         .args(options)
         .arg(child)
-        .args(["--exact", "host_that_publishes_until_it_is_killed", "--ignored", "--nocapture"])
+        .args(["--exact", "group::host_that_publishes_until_it_is_killed", "--ignored", "--nocapture"])
         .env(ORDERS, format!("{} {epochs}", path_str(dir)))
         .output()
         .expect("strace")

@@ -1,9 +1,5 @@
 //! A process that serves a tiered disk is killed; another host takes the disk over, and stock tools judge what it gets.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-mod tier_support;
-
 use std::fs::OpenOptions as FileOptions;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -12,11 +8,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use common::flat::write;
-use common::stock::path_str;
-use common::{for_seeds, random, scratch, wait_until};
+use crate::common::flat::write;
+use crate::common::stock::path_str;
+use crate::common::{for_seeds, random, scratch, wait_until};
+use crate::tier_support::{
+    block, host, image, newest_of, place, published, soon, sync, take_over, writes_of,
+};
 use rand::Rng as _;
-use tier_support::{block, host, image, newest_of, place, published, soon, sync, take_over, writes_of};
 use vmstrata_disk::Disk;
 use vmstrata_tier::{Head, HeadNumber, Tiered, repository_of};
 
@@ -55,7 +53,7 @@ fn reported(local: &Path) -> Vec<u64> {
 fn killed(local: &Path, seed: u64) {
     let before = reported(local).len();
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "host_that_publishes_until_it_is_killed", "--ignored", "--nocapture"])
+        .args(["--exact", "takeover::host_that_publishes_until_it_is_killed", "--ignored", "--nocapture"])
         .env(ORDERS, path_str(local))
         .stdout(Stdio::null())
         .spawn()

@@ -1,19 +1,16 @@
 //! Tiered disks on hosts that are stopped, fenced, restored and cut off from the repository.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-mod tier_support;
-
+use crate::common;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::flat::{read, write};
-use common::stock::{assert_clean, content, path_str, qemu_img};
-use common::{scratch, wait_until};
-use tier_support::{
+use crate::common::flat::{read, write};
+use crate::common::stock::{assert_clean, content, path_str, qemu_img};
+use crate::common::{scratch, wait_until};
+use crate::tier_support::{
     SIZE, block, host, host_with, image, newest_of, place, published, soon, sync, take_over, writes_of,
 };
 use vmstrata_disk::snapshot::SnapshotInfo;

@@ -1,22 +1,18 @@
 //! The loss window of tiered disks: guests that are faster than the wire, repositories that do not answer, flushes that wait.
 
-#[path = "../../disk/tests/common/mod.rs"]
-mod common;
-mod tier_support;
-
 use std::fs;
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::flat::write;
-use common::io::Client;
-use common::{scratch, wait_until};
-use tempfile::TempDir;
-use tier_support::{
+use crate::common::flat::write;
+use crate::common::io::Client;
+use crate::common::{scratch, wait_until};
+use crate::tier_support::{
     SIZE, block, host_as, image, newest_of, place, published, soon, sync, take_over, writes_of,
 };
+use tempfile::TempDir;
 use vmstrata_disk::{Disk, Op};
 use vmstrata_tier::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, Tiered, Wire, repository_of};
 

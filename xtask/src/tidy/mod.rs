@@ -68,6 +68,7 @@ pub fn check(root: &Path) -> Result<Vec<String>> {
     let mut complaints = layers::check(&layers::read(root)?);
     complaints.extend(sources.iter().filter_map(missing_docs));
     complaints.extend(sources.iter().filter_map(forbidden_unsafe));
+    complaints.extend(unrun_tests(&sources));
     complaints.extend(circles::check(&sources));
     complaints.extend(sources.iter().flat_map(seam::check));
     complaints.extend(sizes::judge(&sizes::measure(&sources)));
@@ -111,6 +112,27 @@ fn forbidden_unsafe(source: &Source) -> Option<String> {
     Some(format!("{}:{}: `unsafe` belongs into the crates store, export and memory", source.path, token.line))
 }
 
+/// Files in a crate's `tests` that its one test binary, `main.rs`, does not name.
+fn unrun_tests(sources: &[Source]) -> Vec<String> {
+    let mut complaints = Vec::new();
+    for main in sources {
+        let Some(dir) = main.path.strip_suffix("tests/main.rs") else { continue };
+        for source in sources {
+            let name = source
+                .path
+                .strip_prefix(dir)
+                .and_then(|name| name.strip_prefix("tests/")?.strip_suffix(".rs"));
+            let Some(name) = name.filter(|name| *name != "main" && !name.contains('/')) else { continue };
+            let is_named =
+                |three: &[Token]| three[0].text == "mod" && three[1].text == name && three[2].text == ";";
+            if !main.tokens.windows(3).any(is_named) {
+                complaints.push(format!("{}:1: no test of it runs: name it in {}", source.path, main.path));
+            }
+        }
+    }
+    complaints
+}
+
 /// Tables that are not what `docs/measurements` has.
 fn stale_tables(root: &Path) -> Result<Vec<String>> {
     let measured = [
@@ -147,6 +169,19 @@ mod tests {
         let code = source("crates/disk/src/a.rs", "//! x\nfn a() {\n    unsafe { b() }\n}\n");
         assert!(forbidden_unsafe(&code).unwrap().starts_with("crates/disk/src/a.rs:3"));
         assert_eq!(forbidden_unsafe(&source("crates/store/src/a.rs", &code.text)), None);
+    }
+
+    #[test]
+    fn a_file_of_tests_that_nothing_names_is_found() {
+        let sources = [
+            source("crates/a/tests/main.rs", "//! x\nmod named;\n// mod lost;\n"),
+            source("crates/a/tests/named.rs", ""),
+            source("crates/a/tests/lost.rs", ""),
+            source("crates/a/tests/named/deeper.rs", ""),
+            source("crates/b/tests/other.rs", ""),
+        ];
+        let found = unrun_tests(&sources);
+        assert!(found.len() == 1 && found[0].starts_with("crates/a/tests/lost.rs"), "{found:?}");
     }
 
     #[test]

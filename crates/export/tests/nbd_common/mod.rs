@@ -5,8 +5,6 @@
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
 pub mod client;
-#[path = "../../../disk/tests/common/wait.rs"]
-pub mod wait;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

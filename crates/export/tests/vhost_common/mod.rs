@@ -4,8 +4,6 @@
 
 pub mod driver;
 pub mod frontend;
-#[path = "../../../disk/tests/common/wait.rs"]
-pub mod wait;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

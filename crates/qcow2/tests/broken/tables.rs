@@ -2,9 +2,9 @@
 
 use vmstrata_qcow2::header::field;
 
-use crate::Stock::{Opens, Refuses};
+use super::Stock::{Opens, Refuses};
+use super::{Case, Stock};
 use crate::common::image::*;
-use crate::{Case, Stock};
 
 const fn snapshot(
     name: &'static str,

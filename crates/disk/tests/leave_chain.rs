@@ -1,17 +1,15 @@
 //! A disk moves while it is written: nothing is lost, whatever fails on the way, and its old file is a layer that stays as it is.
 
-mod common;
-
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::faulty::FaultyFiles;
-use common::flat::{assert_reads, assert_same, pattern, read, write};
-use common::stock::{assert_clean, content};
-use common::{open_with, random, scratch};
+use crate::common::faulty::FaultyFiles;
+use crate::common::flat::{assert_reads, assert_same, pattern, read, write};
+use crate::common::stock::{assert_clean, content};
+use crate::common::{open_with, random, scratch};
 use vmstrata_disk::merge::MergeFault;
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{CreateOptions, Disk, Error, Format, NewHome, OpenOptions, create};

@@ -7,12 +7,10 @@
 mod headers;
 mod tables;
 
-#[path = "../common/mod.rs"]
-mod common;
-
 use std::collections::HashSet;
 
-use common::image::{self, File, parse, version_2, version_3};
+use crate::common;
+use crate::common::image::{self, File, parse, version_2, version_3};
 use vmstrata_qcow2::ParseError;
 
 /// What `qemu-img info` does with the image.

@@ -1,0 +1,8 @@
+//! All tests of the crate in one binary: each further one is linked, and kept on disk, whole.
+
+mod chain;
+#[path = "../../disk/tests/common/mod.rs"]
+mod common;
+mod diff_model;
+mod faults;
+mod states;

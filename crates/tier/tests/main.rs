@@ -1,0 +1,15 @@
+//! All tests of the crate in one binary: each further one is linked, and kept on disk, whole.
+
+mod attach;
+mod cache;
+mod cached_disk;
+#[path = "../../disk/tests/common/mod.rs"]
+mod common;
+mod dense;
+mod detach;
+mod elsewhere;
+mod group;
+mod takeover;
+mod tier_support;
+mod tiered;
+mod window;
