@@ -26,15 +26,17 @@ fn tiered(stage: &Stage<'_>, name: &str, size: u64) -> Result<Side> {
     stage.host(1, &image, name, (NEVER, false))
 }
 
+fn fill(side: &mut Side, bytes: u64, round: u16) -> Result<()> {
+    (0..bytes).step_by(PIECE).try_for_each(|at| side.client.write(at, PIECE, Writer::client(round)))
+}
+
 fn sequential(stage: &Stage<'_>, report: &mut Report) -> Result<()> {
     let mut side = tiered(stage, "sequential", stage.options.size)?;
     let mut samples = Vec::new();
     for round in 0..stage.options.rounds {
         let bytes = stage.options.size / 4;
         side.wait_for_merges()?;
-        for at in (0..bytes).step_by(PIECE) {
-            side.client.write(at, PIECE, Writer::client(round as u16))?;
-        }
+        fill(&mut side, bytes, round as u16)?;
         samples.push(side.ship()? as f64 / bytes as f64);
     }
     report.add(Row::median("bytes to the NAS / written: sequential", "", &samples).at_most(1.05));
@@ -70,9 +72,11 @@ fn random(stage: &Stage<'_>, report: &mut Report) -> Result<()> {
     side.stop()
 }
 
-/// Blocks that are written many times in one epoch.
+/// Blocks that are written many times in one epoch, on a disk so full that their epochs are not merged meanwhile.
 fn overwriting(stage: &Stage<'_>, report: &mut Report) -> Result<()> {
     let mut side = tiered(stage, "overwriting", stage.options.size)?;
+    fill(&mut side, stage.options.size, 0)?;
+    side.ship()?;
     let mut samples = Vec::new();
     for round in 0..stage.options.rounds {
         // Less than a GiB, which would end the epoch.
