@@ -34,9 +34,9 @@ enum What {
     /// RocksDB in a guest, on a disk of 500 layers and of one, beside stock QEMU (3 GiB of files).
     Rocksdb(PlainBench),
     /// Disks whose epochs go to a NAS: what a guest feels, bytes, take-over, outage. As the superuser.
-    Tier(TierBench),
+    Tier(PartsBench<tier::Part>),
     /// A disk in use that moves to another directory, beside stock QEMU's mirror (10 GiB of files).
-    Move(PlainBench),
+    Move(PartsBench<moving::Part>),
     /// Draw plot and tables again from docs/measurements.
     Render,
 }
@@ -68,10 +68,10 @@ struct FreshBench {
 }
 
 #[derive(Args)]
-struct TierBench {
+struct PartsBench<P: clap::ValueEnum + Send + Sync + 'static> {
     /// Only these parts; prints, writes nothing.
     #[arg(long, value_delimiter = ',')]
-    only: Vec<tier::Part>,
+    only: Vec<P>,
     /// Write their rows into what is kept.
     #[arg(long, requires = "only")]
     amend: bool,
@@ -193,20 +193,23 @@ impl Bench {
                 let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
                 rocksdb::run(&rocksdb::Options { rounds, publish, ..usual }).map(|_| ())
             }
-            What::Tier(TierBench { only, amend, plain: bench }) => {
-                let dir = bench.dir(root, "tier");
-                let usual = if bench.quick { tier::Options::quick(dir) } else { tier::Options::full(dir) };
-                let publish = bench.publish(root).filter(|_| only.is_empty() || amend);
-                let parts = if only.is_empty() { usual.parts } else { only };
-                let rounds = bench.rounds.unwrap_or(usual.rounds);
+            What::Tier(bench) => {
+                let dir = bench.plain.dir(root, "tier");
+                let usual =
+                    if bench.plain.quick { tier::Options::quick(dir) } else { tier::Options::full(dir) };
+                let publish = bench.publish(root);
+                let rounds = bench.plain.rounds.unwrap_or(usual.rounds);
+                let parts = bench.parts().unwrap_or(usual.parts);
                 tier::run(&tier::Options { rounds, publish, parts, ..usual }).map(|_| ())
             }
             What::Move(bench) => {
-                let dir = bench.dir(root, "move");
+                let dir = bench.plain.dir(root, "move");
                 let usual =
-                    if bench.quick { moving::Options::quick(dir) } else { moving::Options::full(dir) };
-                let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
-                moving::run(&moving::Options { rounds, publish, ..usual }).map(|_| ())
+                    if bench.plain.quick { moving::Options::quick(dir) } else { moving::Options::full(dir) };
+                let publish = bench.publish(root);
+                let rounds = bench.plain.rounds.unwrap_or(usual.rounds);
+                let parts = bench.parts().unwrap_or(usual.parts);
+                moving::run(&moving::Options { rounds, publish, parts, ..usual }).map(|_| ())
             }
             What::Render => render(root),
         }
@@ -231,6 +234,16 @@ fn render(root: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+impl<P: clap::ValueEnum + Send + Sync + 'static> PartsBench<P> {
+    fn parts(self) -> Option<Vec<P>> {
+        Some(self.only).filter(|only| !only.is_empty())
+    }
+
+    fn publish(&self, root: &Path) -> Option<PathBuf> {
+        self.plain.publish(root).filter(|_| self.only.is_empty() || self.amend)
+    }
 }
 
 impl PlainBench {

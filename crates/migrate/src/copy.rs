@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   begin ─► go_on, go_on, ... ─► finish: flush, compare ─► name it: rename
-//!                │ each 64 MiB
-//!                └─► read back: flush, then read from storage, on a thread of its own
+//!                │ each 64 MiB is flushed,
+//!                └─► and read from storage on a thread of its own, while the next are copied
 //! ```
 //!
 //! A digest covers the pieces that are not all zeros, with their offsets: two files that read the same have the same, however their holes
@@ -14,9 +14,10 @@ use std::fmt;
 use std::fs::{self, File};
 use std::io;
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{self, JoinHandle};
 
 use rustix::fs::{Advice, SeekFrom, Timespec, Timestamps};
@@ -31,14 +32,14 @@ use crate::error::{Error, Result};
 const PART: &str = ".part";
 /// Bytes that are read and written at a time.
 const STEP: usize = 1 << 20;
-/// Of these bytes, each piece is a hole in the copy if it is all zeros.
+/// The digest has these pieces, unless they are all zeros.
 const PIECE: usize = 64 << 10;
 /// So much of the source is looked at in one step, where nothing is to be written.
 const LOOK: u64 = 64 << 20;
 /// Bytes that are read back while the next ones are copied.
 const REGION: u64 = 64 << 20;
 
-/// Of these bytes, each is tried by itself where more of them cannot be read.
+/// Of these bytes, each block is a hole in the copy if it is all zeros, and is tried by itself where more cannot be read.
 const BLOCK: usize = 4096;
 
 /// Bytes that cannot be read, which a copy has as zeros.
@@ -196,8 +197,9 @@ impl LayerCopy {
         Ok(written)
     }
 
-    /// Has what was copied so far read back.
+    /// Has what was copied so far read back. Flushed here, it goes to storage while what was copied before comes from there.
     fn read_back(&mut self) -> Result<()> {
+        self.target.sync_data().map_err(Error::of_file(&self.part, "flush the copy"))?;
         if self.back.is_none() {
             let begun = self.target.try_clone().and_then(ReadBack::begin);
             self.back = Some(begun.map_err(Error::of_file(&self.part, "read the copy back"))?);
@@ -220,27 +222,26 @@ impl LayerCopy {
         } else {
             read(&mut buffer, self.at).map_err(Error::at_offset(&self.from, "read the layer", self.at))?;
         }
-        let mut written = 0;
-        let mut old = Vec::new();
         for (number, piece) in buffer.chunks(PIECE).enumerate() {
-            let at = self.at + (number * PIECE) as u64;
-            let is_zero = is_zero(piece);
-            if !is_zero {
-                digest_piece(&mut self.digest, at, piece);
+            if !is_zero(piece) {
+                digest_piece(&mut self.digest, self.at + (number * PIECE) as u64, piece);
             }
-            if at < self.there {
-                old.resize(piece.len(), 0);
-                let known = read_padded(&self.target, &mut old, at);
-                known.map_err(Error::at_offset(&self.part, "read the copy", at))?;
-                if old == piece {
-                    continue;
-                }
-            } else if is_zero {
-                continue;
-            }
-            let wrote = self.target.write_all_at(piece, at);
+        }
+        let known = self.there.saturating_sub(self.at).min(len as u64) as usize;
+        let mut old = vec![0; known];
+        let read = read_padded(&self.target, &mut old, self.at);
+        read.map_err(Error::at_offset(&self.part, "read the copy", self.at))?;
+        let is_there = |at: usize, block: &[u8]| match old.get(at..at + block.len()) {
+            Some(old) => old == block,
+            // Where the copy ends, what is past its end counts, too.
+            None => old.len() <= at && is_zero(block),
+        };
+        let mut written = 0;
+        for run in runs(&buffer, BLOCK, is_there) {
+            let at = self.at + run.start as u64;
+            let wrote = self.target.write_all_at(&buffer[run.clone()], at);
             wrote.map_err(Error::at_offset(&self.part, "write the copy", at))?;
-            written += piece.len() as u64;
+            written += run.len() as u64;
         }
         self.buffer = buffer;
         Ok(written)
@@ -310,6 +311,20 @@ impl LayerCopy {
     }
 }
 
+/// The runs of blocks that are not there.
+fn runs(buffer: &[u8], block: usize, is_there: impl Fn(usize, &[u8]) -> bool) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for (number, bytes) in buffer.chunks(block).enumerate() {
+        let at = number * block;
+        match runs.last_mut() {
+            _ if is_there(at, bytes) => {}
+            Some(last) if last.end == at => last.end = at + bytes.len(),
+            _ => runs.push(at..at + bytes.len()),
+        }
+    }
+    runs
+}
+
 /// Where a copy is made.
 pub(crate) fn part_of(to: &Path) -> PathBuf {
     let mut name = OsString::from(".");
@@ -368,24 +383,20 @@ impl Digest {
 /// Reads a copy back while it grows.
 #[derive(Debug)]
 struct ReadBack {
-    ends: Sender<u64>,
+    ends: SyncSender<u64>,
     thread: JoinHandle<io::Result<Digest>>,
 }
 
 impl ReadBack {
     fn begin(file: File) -> io::Result<Self> {
-        let (ends, asked): (_, Receiver<u64>) = channel();
-        let read = move || {
-            asked.into_iter().try_fold(Digest::default(), |digest, end| {
-                file.sync_data()?;
-                digest.read_back(&file, end)
-            })
-        };
+        let (ends, asked): (_, Receiver<u64>) = sync_channel(1);
+        let read =
+            move || asked.into_iter().try_fold(Digest::default(), |digest, end| digest.read_back(&file, end));
         let thread = thread::Builder::new().name("move-read-back".to_owned()).spawn(read)?;
         Ok(Self { ends, thread })
     }
 
-    /// Everything before `end` is written. What goes wrong, [`ReadBack::end`] reports.
+    /// Everything before `end` is on storage. Waits until most of it is read. What goes wrong, [`ReadBack::end`] reports.
     fn until(&self, end: u64) {
         let _ = self.ends.send(end);
     }
@@ -448,6 +459,26 @@ pub fn allocated(path: &Path) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// As of a layer with scattered blocks of a guest, whose other blocks are holes.
+    #[test]
+    fn a_copy_has_blocks_where_the_layer_has_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let (from, to) = (dir.path().join("layer"), dir.path().join("copy"));
+        let layer = File::create(&from).unwrap();
+        layer.set_len(64 << 20).unwrap();
+        for number in 0..100 {
+            layer.write_all_at(&[number as u8 + 1; BLOCK], number * 10 * BLOCK as u64).unwrap();
+        }
+        let mut copy = LayerCopy::begin(&from, &to, false).unwrap();
+        while !copy.is_read() {
+            copy.go_on(1 << 20).unwrap();
+        }
+        assert_eq!(copy.finish().unwrap().sent, 100 * BLOCK as u64);
+        copy.name(|_| Ok(false)).unwrap();
+        assert!(allocated(&to) < 16 * 100 * BLOCK as u64);
+        assert!(fs::read(&from).unwrap() == fs::read(&to).unwrap());
+    }
 
     #[test]
     fn what_cannot_be_read_is_listed_and_zeros() {

@@ -21,6 +21,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustix::fs::Advice;
 use vmstrata_disk::snapshot::{frozen_path, note_left};
 use vmstrata_disk::{
@@ -28,7 +29,7 @@ use vmstrata_disk::{
     own_clusters,
 };
 use vmstrata_nbd::{Files, Uri};
-use vmstrata_store::{FileId, Gate, LocalFile, Segment, Store, is_zero};
+use vmstrata_store::{FileId, Gate, LocalFile, Segment, Store, is_zero, on_threads};
 use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 
 use crate::copy::{Unreadable, allocated, flush_directory, read_around};
@@ -37,7 +38,9 @@ use crate::journal::{Sending, forget_moved, note_moved};
 use crate::moving::{Move, Phase, Report, absolute, new_state};
 
 /// Bytes that are read and written at a time.
-const STEP: u64 = 1 << 20;
+const PART: u64 = 256 << 10;
+/// Parts that are under way at the same time.
+const ABREAST: usize = 8;
 /// Of these bytes, each piece is zeroed at the target rather than written if it is all zeros.
 const PIECE: usize = 64 << 10;
 /// Bytes that are flushed and read back together.
@@ -215,25 +218,74 @@ impl Pass {
 struct Copy {
     store: Arc<dyn Store>,
     name: PathBuf,
-    written: Vec<(GuestRange, blake3::Hash)>,
-    bytes: u64,
     /// What of the disk cannot be read is passed over.
     skips: bool,
+    taken: Taken,
+}
+
+/// What was done to a copy.
+#[derive(Debug, Default)]
+struct Taken {
+    written: Vec<(GuestRange, blake3::Hash)>,
+    bytes: u64,
     unreadable: Vec<Unreadable>,
+}
+
+impl Taken {
+    fn add(&mut self, other: Self) {
+        self.written.extend(other.written);
+        self.bytes += other.bytes;
+        self.unreadable.extend(other.unreadable);
+    }
+}
+
+/// Does something with each of these, several at the same time, and returns what became of it on each thread.
+fn abreast<T: Send, R: Send + Default>(
+    parts: Vec<T>,
+    work: impl Fn(T, &mut R) -> Result<()> + Sync,
+) -> Result<Vec<R>> {
+    let threads = parts.len().min(ABREAST);
+    let left = Mutex::new(parts.into_iter());
+    let on_thread = || {
+        let mut done = R::default();
+        while let Some(part) = { left.lock().next() } {
+            work(part, &mut done)?;
+        }
+        Ok(done)
+    };
+    on_threads(threads, on_thread).into_iter().collect()
 }
 
 impl Copy {
     fn new(store: &Arc<dyn Store>, name: &Path, skips: bool) -> Self {
-        let (store, name) = (Arc::clone(store), name.to_owned());
-        Self { store, name, written: Vec::new(), bytes: 0, skips, unreadable: Vec::new() }
+        Self { store: Arc::clone(store), name: name.to_owned(), skips, taken: Taken::default() }
     }
 
-    /// Brings a range of the disk to the copy. Returns the bytes written.
-    fn take(&mut self, disk: &Disk, range: GuestRange, How { compares, zeroes }: How) -> Result<u64> {
+    /// Brings parts of the disk to the copy. Returns the bytes written.
+    fn take(&mut self, disk: &Disk, parts: Vec<Wanted>, how: How) -> Result<u64> {
+        let before = self.taken.bytes;
+        let each = |Wanted { range, reads_zero }: Wanted, taken: &mut Taken| {
+            if reads_zero && !how.compares {
+                return self.zero(range, taken);
+            }
+            self.take_part(disk, range, how, taken)
+        };
+        let all = abreast(parts, each)?;
+        all.into_iter().for_each(|taken| self.taken.add(taken));
+        Ok(self.taken.bytes - before)
+    }
+
+    fn take_part(
+        &self,
+        disk: &Disk,
+        range: GuestRange,
+        How { compares, zeroes }: How,
+        taken: &mut Taken,
+    ) -> Result<()> {
         let mut bytes = vec![0; range.len as usize];
         let read = |into: &mut [u8], at| disk.read(GuestOffset::new(at), &[Segment::from_mut(into)]);
         if self.skips {
-            self.unreadable.extend(read_around(disk.path(), &mut bytes, range.start.get(), read));
+            taken.unreadable.extend(read_around(disk.path(), &mut bytes, range.start.get(), read));
         } else {
             read(&mut bytes, range.start.get())?;
         }
@@ -242,7 +294,7 @@ impl Copy {
             old.resize(bytes.len(), 0);
             self.read(&mut old, range)?;
         }
-        let (mut done, mut written) = (0, 0);
+        let mut done = 0;
         while done < bytes.len() {
             let piece = |at: usize| {
                 let piece = at..(at + PIECE).min(bytes.len());
@@ -258,36 +310,33 @@ impl Copy {
             }
             let at = range.start + done as u64;
             match what {
-                Piece::Data => {
-                    self.write(&bytes[done..end], at)?;
-                    written += (end - done) as u64;
-                }
-                Piece::Zero if zeroes => self.zero(GuestRange::new(at, (end - done) as u64))?,
+                Piece::Data => self.write(&bytes[done..end], at, taken)?,
+                Piece::Zero if zeroes => self.zero(GuestRange::new(at, (end - done) as u64), taken)?,
                 Piece::Zero | Piece::Same => {}
             }
             done = end;
         }
-        Ok(written)
+        Ok(())
     }
 
-    fn write(&mut self, bytes: &[u8], at: GuestOffset) -> Result<()> {
+    fn write(&self, bytes: &[u8], at: GuestOffset, taken: &mut Taken) -> Result<()> {
         let wrote = self.store.write_all(bytes, HostOffset::new(at.get()));
         wrote.map_err(Error::at_offset(&self.name, "write the copy", at.get()))?;
-        self.written.push((GuestRange::new(at, bytes.len() as u64), blake3::hash(bytes)));
-        self.bytes += bytes.len() as u64;
+        taken.written.push((GuestRange::new(at, bytes.len() as u64), blake3::hash(bytes)));
+        taken.bytes += bytes.len() as u64;
         Ok(())
     }
 
     /// Zeros a range. That is not read back: where it is not the host's or the server's doing, it was written.
-    fn zero(&mut self, range: GuestRange) -> Result<()> {
+    fn zero(&self, range: GuestRange, taken: &mut Taken) -> Result<()> {
         if self.store.punch_hole(HostOffset::new(range.start.get()), range.len).is_ok() {
             return Ok(());
         }
-        let zeros = vec![0; STEP.min(range.len) as usize];
+        let zeros = vec![0; PART.min(range.len) as usize];
         let mut done = 0;
         while done < range.len {
-            let part = STEP.min(range.len - done);
-            self.write(&zeros[..part as usize], range.start + done)?;
+            let part = PART.min(range.len - done);
+            self.write(&zeros[..part as usize], range.start + done, taken)?;
             done += part;
         }
         Ok(())
@@ -306,15 +355,17 @@ impl Copy {
     /// Brings what was written to stable storage, and makes sure that it reads so.
     fn finish(&mut self) -> Result<()> {
         self.store.flush().map_err(Error::of_file(&self.name, "flush the copy"))?;
-        self.bytes = 0;
-        for (range, digest) in std::mem::take(&mut self.written) {
-            let mut bytes = vec![0; range.len as usize];
-            self.read(&mut bytes, range)?;
-            if blake3::hash(&bytes) != digest {
+        self.taken.bytes = 0;
+        let written = std::mem::take(&mut self.taken.written);
+        let each = |(range, digest): (GuestRange, blake3::Hash), bytes: &mut Vec<u8>| {
+            bytes.resize(range.len as usize, 0);
+            self.read(bytes, range)?;
+            if blake3::hash(bytes) != digest {
                 return Err(Error::Untrue { copy: self.name.clone(), offset: range.start.get() });
             }
-        }
-        Ok(())
+            Ok(())
+        };
+        abreast(written, each).map(drop)
     }
 }
 
@@ -419,7 +470,7 @@ impl Move for FlatMove {
             froze: self.note.froze.clone(),
             slowed_to: self.pace,
             is_flat: true,
-            unreadable: self.copy.unreadable.clone(),
+            unreadable: self.copy.taken.unreadable.clone(),
         }
     }
 
@@ -435,24 +486,25 @@ impl Move for FlatMove {
             self.pass = Some(Pass::of_all(self.newest_state()?, self.how));
             return Ok(0);
         };
-        if self.copy.bytes >= BATCH {
+        if self.copy.taken.bytes >= BATCH {
             self.copy.finish()?;
         }
-        let (mut written, mut looked) = (0, 0);
-        while written < most && looked < LOOK {
-            let Some(Wanted { range, reads_zero }) =
-                pass.next((most - written).max(PIECE as u64).min(STEP))?
-            else {
-                self.copy.finish()?;
-                self.end_pass()?;
-                break;
-            };
-            looked += range.len;
-            if reads_zero && !pass.how.compares {
-                self.copy.zero(range)?;
-            } else {
-                written += self.copy.take(&pass.state, range, pass.how)?;
+        let (mut parts, mut read, mut looked, how) = (Vec::new(), 0, 0, pass.how);
+        let mut is_over = false;
+        while read < most && looked < LOOK && !is_over {
+            match pass.next((most - read).max(PIECE as u64).min(PART))? {
+                Some(part) => {
+                    looked += part.range.len;
+                    read += if part.reads_zero && !how.compares { 0 } else { part.range.len };
+                    parts.push(part);
+                }
+                None => is_over = true,
             }
+        }
+        let written = self.copy.take(&pass.state, parts, how)?;
+        if is_over {
+            self.copy.finish()?;
+            self.end_pass()?;
         }
         Ok(written)
     }
@@ -541,12 +593,13 @@ impl FlatMove {
         let home = FlatHome { path: self.to.clone(), options, copy: target };
         let (disk, copy) = (Arc::clone(&self.disk), Copy::new(&self.copy.store, &self.to, self.copy.skips));
         let mut unreadable = Vec::new();
+        // While the old path is there, the note says nothing.
+        note_moved(&self.from, &self.to, true)?;
         let switched = self.disk.leave_chain(home, || {
             if newest_frozen(disk.layers()).as_deref() != self.pass.as_ref().map(|pass| pass.state.path()) {
                 return Err(Error::Changed { layer: self.from.clone() });
             }
             unreadable = copy_last(disk, copy)?;
-            note_moved(&self.from, &self.to, true)?;
             // Else it would speak of the next disk that has the name.
             self.note.remove()?;
             fs::rename(&self.from, &left).map_err(Error::of_file(&self.from, "rename what the disk was"))?;
@@ -563,7 +616,7 @@ impl FlatMove {
         self.let_run();
         switched?;
         self.phase = Phase::Whole;
-        self.copy.unreadable.append(&mut unreadable);
+        self.copy.taken.unreadable.append(&mut unreadable);
         note_left(&self.from, &newest_first);
         Ok(())
     }
@@ -583,17 +636,17 @@ fn bytes_of(ranges: &[GuestRange]) -> u64 {
 fn copy_last(disk: Arc<Disk>, mut copy: Copy) -> Result<Vec<Unreadable>> {
     let target = copy.name.clone();
     let (done, result) = channel();
-    let mut copied = move || {
-        for range in disk.own_ranges()? {
-            let mut at = range.start;
-            while at < range.end() {
-                let part = GuestRange::new(at, STEP.min(range.end() - at));
-                copy.take(&disk, part, How::AGAIN)?;
-                at = part.end();
-            }
-        }
+    let copied = move || {
+        let part = |range: GuestRange, from| {
+            let start = range.start + from;
+            let range = GuestRange::new(start, PART.min(range.end() - start));
+            Wanted { range, reads_zero: false }
+        };
+        let parts =
+            |range: GuestRange| (0..range.len).step_by(PART as usize).map(move |from| part(range, from));
+        copy.take(&disk, disk.own_ranges()?.into_iter().flat_map(parts).collect(), How::AGAIN)?;
         copy.finish()?;
-        Ok(std::mem::take(&mut copy.unreadable))
+        Ok(copy.taken.unreadable)
     };
     thread::spawn(move || {
         let _ = done.send(copied());

@@ -22,6 +22,7 @@ use crate::chain::{Plan, PlannedLayer, check_room, names_of};
 use crate::copy::{LayerCopy, Source, Unreadable, Whole, allocated, digest_at, flush_directory, flush_file};
 use crate::error::{Error, Result};
 use crate::journal::{Copied, Journal, forget_moved, note_moved};
+use crate::schedule::Growth;
 
 /// Files, and bytes of them, that are flushed and read back together.
 const BATCH: usize = 64;
@@ -78,7 +79,7 @@ pub struct Report {
     pub from: PathBuf,
     /// See there.
     pub to: PathBuf,
-    /// Bytes of files that are left to be looked at, about.
+    /// Bytes that are left to be copied, about, with those that the guest is going to write meanwhile.
     pub left_bytes: u64,
     /// When the source files go, in ns since 1970; only of a disk that is whole.
     pub kept_until_ns: Option<u64>,
@@ -185,6 +186,9 @@ pub struct Moving {
     rest: u64,
     /// Bytes of the layer that was frozen last.
     frozen_bytes: Option<u64>,
+    /// Bytes written by this process.
+    sent: u64,
+    growth: Growth,
     /// See [`CHANGED_MAX`].
     changed: u32,
 }
@@ -252,6 +256,7 @@ impl Moving {
         tracing::info!(disk = %from.display(), to = %to.display(), bytes = plan.1.bytes(), "moves");
         let mut moving = Self::new(disk, &options.open, (to, directory), journal);
         (moving.plan, moving.rest, moving.skips) = (plan, options.rest, options.skip_unreadable);
+        moving.growth = Growth::since(0, allocated(disk.path()));
         moving.forget_changed();
         Ok(moving)
     }
@@ -314,6 +319,8 @@ impl Moving {
             skips: false,
             rest: 0,
             frozen_bytes: None,
+            sent: 0,
+            growth: Growth::default(),
             changed: 0,
         }
     }
@@ -341,11 +348,13 @@ impl Move for Moving {
         let layers: u64 = self.plan.1.layers.iter().filter(is_left).map(|layer| layer.bytes).sum();
         let read = self.current.iter().chain(&self.read).map(|(layer, copy)| copy.sent.min(layer.bytes));
         let done = read.chain(self.finishing.iter().map(|finishing| finishing.sent)).sum();
+        let left = layers.saturating_sub(done);
+        let active = if self.phase() == Phase::Copying { allocated(self.disk.path()) } else { 0 };
         Report {
             phase: self.phase(),
             from: self.journal.from.clone(),
             to: self.to.clone(),
-            left_bytes: (layers + self.plan.1.active_bytes).saturating_sub(done),
+            left_bytes: self.growth.foreseen(self.sent, left, active, self.rest, self.frozen_bytes),
             kept_until_ns: self
                 .journal
                 .whole_ns
@@ -365,6 +374,7 @@ impl Move for Moving {
         if let Some((layer, mut copy)) = self.current.take() {
             // A copy that is given up here is found again by its file.
             let bytes = copy.go_on(most)?;
+            self.sent += bytes;
             if copy.is_read() {
                 self.read.push((layer, copy));
             } else {
@@ -542,6 +552,7 @@ impl Moving {
         let info = self.state()?;
         let taken = self.disk.snapshot(&info)?;
         self.frozen_bytes = Some(allocated(&taken.layer));
+        self.growth = Growth::since(self.sent, 0);
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! A move with a deadline goes no faster than it must: its guest then notices as little of it as can be.
+//! How much a move still has to copy, and how fast: with a deadline no faster than it must, so that its guest notices as little of it as can be.
 
 use std::time::{Duration, Instant};
 
@@ -34,11 +34,56 @@ impl Schedule {
     }
 }
 
+/// What a guest writes while its disk is copied.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Growth {
+    /// Bytes that were copied when what takes the writes was frozen last, and those that it has had since then.
+    copied: u64,
+    active: u64,
+}
+
+impl Growth {
+    /// Of a small part of a copy it says little.
+    const COPIED_MIN: u64 = 64 << 20;
+
+    /// From now on.
+    pub(crate) fn since(copied: u64, active: u64) -> Self {
+        Self { copied, active }
+    }
+
+    /// Bytes that will be copied until the end, if the guest goes on so. `left` are those of frozen layers. What takes the writes, with
+    /// `active` bytes, is frozen after that if it has more than `rest`, and again while it has less than half of what it had `before`.
+    pub(crate) fn foreseen(self, copied: u64, left: u64, active: u64, rest: u64, before: Option<u64>) -> u64 {
+        let written = active.saturating_sub(self.active) as f64;
+        let rate = written / copied.saturating_sub(self.copied).max(Self::COPIED_MIN) as f64;
+        let (mut all, mut before, mut next) = (left, before, active + (left as f64 * rate) as u64);
+        while next > rest && before.is_none_or(|before| next < before / 2) {
+            all += next;
+            before = Some(next);
+            next = (next as f64 * rate) as u64;
+        }
+        all + next
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn what_the_guest_writes_meanwhile_is_foreseen() {
+        let rest = 64 * MIB;
+        let since = Growth::since(0, 0);
+        // A fifth is copied. The guest writes three bytes while five are copied: 600 MiB, which is not halved, and is left at the switch.
+        assert_eq!(since.foreseen(200 * MIB, 800 * MIB, 120 * MIB, rest, None), (800 + 600 + 360) * MIB);
+        // One byte of five: 200 MiB are frozen, and 40 MiB are left.
+        assert_eq!(since.foreseen(200 * MIB, 800 * MIB, 40 * MIB, rest, None), (800 + 200 + 40) * MIB);
+        assert_eq!(since.foreseen(200 * MIB, 800 * MIB, 40 * MIB, rest, Some(300 * MIB)), (800 + 200) * MIB);
+        // Nothing was copied yet: all of it is in what takes the writes.
+        assert_eq!(Growth::since(0, 1000 * MIB).foreseen(0, 0, 1000 * MIB, rest, None), 1000 * MIB);
+    }
 
     #[test]
     fn a_move_that_is_ahead_waits_and_ends_in_time() {

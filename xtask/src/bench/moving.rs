@@ -50,6 +50,27 @@ const MODES: [&str; 2] = ["background", "write-blocking"];
 /// Requests of the guest at a time.
 const DEPTH: usize = 8;
 
+/// What can be measured on its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Part {
+    /// Random writes of a guest during a move, and QEMU's mirror beside it.
+    Guest,
+    /// A disk that nobody uses, beside `cp`.
+    Idle,
+    /// A guest that writes as fast as it can.
+    Busy,
+    /// What a job says of its end.
+    Estimate,
+    /// The same guest, and stock qemu-nbd as the target.
+    Flat,
+    /// A disk of many snapshots.
+    History,
+}
+
+impl Part {
+    const ALL: [Self; 6] = [Self::Guest, Self::Idle, Self::Busy, Self::Estimate, Self::Flat, Self::History];
+}
+
 /// What the command line asks for.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -63,6 +84,8 @@ pub struct Options {
     pub turn: Duration,
     /// Rounds.
     pub rounds: u32,
+    /// What is measured.
+    pub parts: Vec<Part>,
     /// Where files are made, and removed at the end.
     pub dir: PathBuf,
     /// Root of the repository, to write results into; `None` prints only.
@@ -73,13 +96,31 @@ impl Options {
     /// The benchmark of the bounds.
     pub fn full(dir: PathBuf) -> Self {
         let (turn, rate) = (Duration::from_secs(5), 100 << 20);
-        Self { size: 1 << 30, snapshots: 1000, rate, turn, rounds: 5, dir, publish: None }
+        Self {
+            size: 1 << 30,
+            snapshots: 1000,
+            rate,
+            turn,
+            rounds: 5,
+            parts: Part::ALL.to_vec(),
+            dir,
+            publish: None,
+        }
     }
 
     /// Everything once, small; its figures mean little.
     pub fn quick(dir: PathBuf) -> Self {
         let (turn, rate) = (Duration::from_millis(200), 100 << 20);
-        Self { size: 64 << 20, snapshots: 20, rate, turn, rounds: 1, dir, publish: None }
+        Self {
+            size: 64 << 20,
+            snapshots: 20,
+            rate,
+            turn,
+            rounds: 1,
+            parts: Part::ALL.to_vec(),
+            dir,
+            publish: None,
+        }
     }
 }
 
@@ -93,13 +134,18 @@ pub fn run(options: &Options) -> Result<Report> {
     fs::create_dir_all(&options.dir)?;
     let dir = tempfile::Builder::new().prefix("move-").tempdir_in(&options.dir)?;
     let mut report = Report::new("qemu-storage-daemon", parameters(options));
-    beside_a_guest(options, dir.path(), &mut report)?;
-    idle(options, dir.path(), &mut report)?;
-    busy(options, dir.path(), &mut report)?;
-    estimated(options, dir.path(), &mut report)?;
-    flat(options, dir.path(), &mut report)?;
-    history(options, dir.path(), &mut report)?;
-    SHOWN.publish(options.publish.as_deref(), &report)?;
+    for part in &options.parts {
+        let run = match part {
+            Part::Guest => beside_a_guest,
+            Part::Idle => idle,
+            Part::Busy => busy,
+            Part::Estimate => estimated,
+            Part::Flat => flat,
+            Part::History => history,
+        };
+        run(options, dir.path(), &mut report)?;
+    }
+    SHOWN.publish_parts(options.publish.as_deref(), &report, options.parts == Part::ALL)?;
     Ok(report)
 }
 

@@ -207,11 +207,19 @@ impl Shown {
         self.write(root, &blocks(report))
     }
 
+    /// The same of `report`, which has all parts or some.
+    pub(super) fn publish_parts(&self, root: Option<&Path>, report: &Report, are_all: bool) -> Result<()> {
+        match root.filter(|_| !are_all) {
+            Some(root) => self.amend(root, report.clone()),
+            None => self.publish(root, report),
+        }
+    }
+
     /// The same of a part of a measurement: its rows take the place of those of their names in what is kept.
     ///
     /// # Errors
     /// Nothing kept, or no report; as [`Shown::publish`].
-    pub(super) fn amend(&self, root: &Path, report: Report) -> Result<()> {
+    fn amend(&self, root: &Path, report: Report) -> Result<()> {
         let mut kept: Report = serde_json::from_slice(&fs::read(root.join(self.file))?).context(self.file)?;
         kept.amend(report);
         self.publish(Some(root), &kept)

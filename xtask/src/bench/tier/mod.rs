@@ -152,10 +152,7 @@ pub fn run(options: &Options) -> Result<Report> {
             Part::Restart => outage::restart(&stage, &mut report)?,
         }
     }
-    match options.publish.as_deref().filter(|_| options.parts != Part::ALL) {
-        Some(root) => SHOWN.amend(root, report.clone())?,
-        None => SHOWN.publish(options.publish.as_deref(), &report)?,
-    }
+    SHOWN.publish_parts(options.publish.as_deref(), &report, options.parts == Part::ALL)?;
     Ok(report)
 }
 
