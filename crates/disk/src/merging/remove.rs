@@ -154,10 +154,12 @@ fn may_go(layer: &Dropped, users: &Users, wanted: &Wanted<'_>) -> Result<Place, 
     if let Some(why) = users.overlooked() {
         return Err(why);
     }
-    if let Some(back_ref) = missing(&layer.path).into_iter().next().filter(|_| !wanted.forget_missing) {
+    let unread = |error: std::io::Error| Kept::Unread { path: layer.path.clone(), reason: error.to_string() };
+    let missing = missing(&layer.path).map_err(unread)?.into_iter().next();
+    if let Some(back_ref) = missing.filter(|_| !wanted.forget_missing) {
         return Err(Kept::Missing { by: back_ref.disk });
     }
-    if let Some(tag) = back_refs::some_hold(&layer.path) {
+    if let Some(tag) = back_refs::some_hold(&layer.path).map_err(unread)? {
         return Err(Kept::Held { tag });
     }
     // What is looked at here is what is removed, whatever the path leads to by then.

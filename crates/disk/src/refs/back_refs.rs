@@ -136,8 +136,11 @@ pub(crate) fn move_holds(layer: &Path, copy: &Path) -> Result<()> {
 }
 
 /// The tag of some hold of the layer, of whatever state.
-pub(crate) fn some_hold(layer: &Path) -> Option<String> {
-    all_holds(layer).unwrap_or_default().into_iter().next().map(|(tag, _)| tag)
+///
+/// # Errors
+/// A directory that is there and cannot be read.
+pub(crate) fn some_hold(layer: &Path) -> io::Result<Option<String>> {
+    Ok(all_holds(layer)?.into_iter().next().map(|(tag, _)| tag))
 }
 
 fn all_holds(layer: &Path) -> io::Result<Vec<(String, PathBuf)>> {
@@ -148,7 +151,7 @@ fn all_holds(layer: &Path) -> io::Result<Vec<(String, PathBuf)>> {
         let tag = link.name().to_str().and_then(|name| name.strip_prefix(HOLD)).map(str::to_owned);
         // A disk that is called `hold` has an absolute path.
         if let Some(tag) = tag.filter(|tag| is_snapshot_name(tag))
-            && let Ok(state) = link.read_link()
+            && let Some(state) = target_of(&link)?
             && !state.is_absolute()
         {
             found.push((tag, state));
@@ -206,13 +209,23 @@ pub(crate) fn of_layer(layer: &Path) -> io::Result<Vec<BackRef>> {
     for entry in links.entries()? {
         let (link, _) = entry?;
         // Skip entries that vmstrata did not make.
-        if let Ok(disk) = link.read_link()
+        if let Some(disk) = target_of(&link)?
             && link.name() == &*link_name(&disk)
         {
             found.push(BackRef { link, disk });
         }
     }
     Ok(found)
+}
+
+/// What a link leads to; `None` where it is gone by now, or is no link.
+fn target_of(link: &Place) -> io::Result<Option<PathBuf>> {
+    match link.read_link() {
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput) => {
+            Ok(None)
+        }
+        read => read.map(Some),
+    }
 }
 
 /// Removes the back-references of a layer that goes.

@@ -11,9 +11,11 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FileType;
+use rustix::io::Errno;
 
 use vmstrata_store::{Directory, FileId, Gate};
 use vmstrata_types::MAX_LAYERS;
@@ -33,6 +35,7 @@ struct User {
     path: PathBuf,
     /// Itself.
     real: PathBuf,
+    file: FileId,
 }
 
 /// Images, and what they stand on.
@@ -66,7 +69,11 @@ impl Users {
     /// Looks at the images in a directory, unless that was done.
     fn look_into(&mut self, directory: &Path) {
         // `--allow-backing` may name a file.
-        let Ok(directory) = directory.canonicalize() else { return };
+        let directory = match directory.canonicalize() {
+            Ok(directory) => directory,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return,
+            Err(error) => return self.overlook(directory, &error),
+        };
         if !directory.is_dir() || !self.directories.insert(directory.clone()) {
             return;
         }
@@ -76,11 +83,13 @@ impl Users {
                 let path = entry.path();
                 // Links that lead nowhere, and what is neither a file nor a link to one, stand on nothing; published layers stand
                 // on such alone.
-                if kind != FileType::Directory
-                    && !is_published(&path)
-                    && path.metadata().is_ok_and(|found| found.is_file())
-                {
-                    self.enter(path);
+                if kind == FileType::Directory || is_published(&path) {
+                    continue;
+                }
+                match path.metadata() {
+                    Ok(found) if found.is_file() => drop(self.enter(path)),
+                    Err(error) if !leads_nowhere(&error) => self.overlook(&path, &error),
+                    _ => {}
                 }
             }
             Ok(())
@@ -112,20 +121,28 @@ impl Users {
 
     /// Notes what the image `real` stands on if it is opened as `path`.
     fn note(&mut self, path: PathBuf, real: &Path) -> Vec<PathBuf> {
-        let below = match below(&path) {
-            Ok(below) => below,
+        let (file, below) = match look_below(&path) {
+            Ok(found) => found,
             Err(error) => {
                 self.overlook(&path, &error);
                 return Vec::new();
             }
         };
         for backing in &below {
-            if let Ok(identity) = LocalFiles.identity(backing, &Gate::unrestricted()) {
-                let users = self.by_file.entry(identity.file).or_default();
-                let user = User { path: path.clone(), real: real.to_owned() };
-                if !users.contains(&user) {
-                    users.push(user);
+            match LocalFiles.identity(backing, &Gate::unrestricted()) {
+                Ok(identity) => {
+                    let users = self.by_file.entry(identity.file).or_default();
+                    let user = User { path: path.clone(), real: real.to_owned(), file };
+                    if !users.contains(&user) {
+                        users.push(user);
+                    }
                 }
+                Err(error) => match backing.metadata() {
+                    Err(error) if leads_nowhere(&error) => {}
+                    // Nothing that a layer can be.
+                    Ok(found) if !found.is_file() && !found.file_type().is_block_device() => {}
+                    _ => self.overlook(backing, &error),
+                },
             }
         }
         below
@@ -166,10 +183,7 @@ impl Users {
 
     /// An image that names the file as its backing file, other than `above`.
     pub(crate) fn other_than(&self, file: FileId, above: FileId) -> Option<&PathBuf> {
-        let is_other = |path: &&PathBuf| {
-            LocalFiles.identity(path, &Gate::unrestricted()).map_or(true, |found| found.file != above)
-        };
-        self.by_file.get(&file)?.iter().map(|user| &user.path).find(is_other)
+        self.by_file.get(&file)?.iter().find(|user| user.file != above).map(|user| &user.path)
     }
 
     /// A path that could not be read, as a reason to keep a file.
@@ -193,10 +207,9 @@ impl Users {
             layers.iter().map(|link| (link.file, link.path.clone())).collect();
         let mut next: Vec<FileId> = found.keys().copied().collect();
         while let Some(file) = next.pop() {
-            for User { path, real } in self.by_file.get(&file).into_iter().flatten() {
-                let Ok(identity) = LocalFiles.identity(real, &Gate::unrestricted()) else { continue };
-                if found.insert(identity.file, path.clone()).is_none() {
-                    next.push(identity.file);
+            for User { path, file, .. } in self.by_file.get(&file).into_iter().flatten() {
+                if found.insert(*file, path.clone()).is_none() {
+                    next.push(*file);
                 }
             }
         }
@@ -205,9 +218,20 @@ impl Users {
 }
 
 /// The back-references of a layer whose disks are gone.
-pub(crate) fn missing(layer: &Path) -> Vec<BackRef> {
-    let back_refs = back_refs::of_layer(layer).unwrap_or_default();
-    back_refs.into_iter().filter(|back_ref| is_gone(&back_ref.disk)).collect()
+///
+/// # Errors
+/// As [`back_refs::of_layer`].
+pub(crate) fn missing(layer: &Path) -> io::Result<Vec<BackRef>> {
+    let back_refs = back_refs::of_layer(layer)?;
+    Ok(back_refs.into_iter().filter(|back_ref| is_gone(&back_ref.disk)).collect())
+}
+
+/// Whether that is no file: a link to nothing, or to itself.
+fn leads_nowhere(error: &io::Error) -> bool {
+    matches!(
+        Errno::from_io_error(error),
+        Some(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NAMETOOLONG)
+    )
 }
 
 fn is_gone(disk: &Path) -> bool {
@@ -216,18 +240,24 @@ fn is_gone(disk: &Path) -> bool {
 
 /// The files that the image at `path` may stand on: one, or none; for a `json:` description all that it names.
 pub(crate) fn below(path: &Path) -> Result<Vec<PathBuf>> {
+    look_below(path).map(|(_, below)| below)
+}
+
+/// The same, and which file the image is.
+fn look_below(path: &Path) -> Result<(FileId, Vec<PathBuf>)> {
     let opened = LocalFiles.open(path, Role::Inspected, &Gate::unrestricted())?;
     let text = backing_text(&*opened.store, opened.identity.len).map_err(|error| error.in_file(path))?;
-    let Some(text) = text else { return Ok(Vec::new()) };
+    let file = opened.identity.file;
+    let Some(text) = text else { return Ok((file, Vec::new())) };
     let beside = |name: &OsStr| directory_of(path).join(name);
     if let Some(description) = text.as_bytes().strip_prefix(b"json:") {
         let parsed = serde_json::from_slice(description).unwrap_or(serde_json::Value::Null);
         let mut names = Vec::new();
         texts(&parsed, &mut names);
-        return Ok(names.into_iter().map(|name| beside(name.as_ref())).collect());
+        return Ok((file, names.into_iter().map(|name| beside(name.as_ref())).collect()));
     }
     // What another protocol names is no file of this host.
-    Ok(plain_name(&text).map(beside).into_iter().collect())
+    Ok((file, plain_name(&text).map(beside).into_iter().collect()))
 }
 
 /// All texts in a JSON value.
