@@ -35,7 +35,7 @@ use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
 use crate::copy::{Unreadable, allocated, flush_directory, read_around};
 use crate::error::{Error, Result};
 use crate::journal::{Sending, forget_moved, note_moved};
-use crate::moving::{Move, Phase, Report, absolute, new_state};
+use crate::moving::{Move, Phase, Report, absolute, new_state, undo_half_switch};
 
 /// Bytes that are read and written at a time.
 const PART: u64 = 256 << 10;
@@ -408,8 +408,7 @@ impl FlatMove {
                 return Err(refused("everything on it would be overwritten: say so with --yes"));
             }
         }
-        // Of a switch that did not come to its end.
-        forget_moved(&from);
+        undo_half_switch(disk, &from)?;
         if is_new {
             let made = fs::File::options().write(true).create_new(true).open(&to).and_then(|file| {
                 vmstrata_disk::copy_access(&from, &file).map_err(io::Error::other)?;

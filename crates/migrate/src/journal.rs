@@ -311,6 +311,21 @@ pub(crate) fn forget_moved(from: &Path) {
     let _ = fs::remove_file(note_beside(from, ".moved"));
 }
 
+/// Where the disk at `from` was about to go when its last move ended before the switch did.
+///
+/// # Errors
+/// A note or a journal that cannot be read.
+pub(crate) fn half_moved(from: &Path) -> Result<Option<PathBuf>> {
+    let path = note_beside(from, ".moved");
+    let Some((_, text)) = read_own(&path)? else { return Ok(None) };
+    let Some(note) = serde_json::from_slice::<Note>(&text).ok().filter(|note| !note.raw) else {
+        return Ok(None);
+    };
+    let to = path_from_text(&note.to);
+    let is_half = |journal: Journal| journal.from == from && !journal.has_switched;
+    Ok(Journal::find(&to)?.is_some_and(is_half).then_some(to))
+}
+
 /// Where a disk has moved to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Moved {

@@ -21,7 +21,7 @@ use vmstrata_store::{FileId, Gate, Planted};
 use crate::chain::{Plan, PlannedLayer, check_room, names_of};
 use crate::copy::{LayerCopy, Source, Unreadable, Whole, allocated, digest_at, flush_directory, flush_file};
 use crate::error::{Error, Result};
-use crate::journal::{Copied, Journal, forget_moved, note_moved};
+use crate::journal::{Copied, Journal, forget_moved, half_moved, note_moved};
 use crate::schedule::Growth;
 
 /// Files, and bytes of them, that are flushed and read back together.
@@ -249,9 +249,7 @@ impl Moving {
             known || is_likely_there(layer, &directory)
         };
         check_room(&plan.1, &directory, is_copied)?;
-        if journal.is_some() {
-            undo_half_switch(&from, &to, &plan.1)?;
-        }
+        undo_half_switch(disk, &from)?;
         let journal = journal.map_or_else(|| Journal::begin(&from, &to, options.keep.as_secs()), Ok)?;
         tracing::info!(disk = %from.display(), to = %to.display(), bytes = plan.1.bytes(), "moves");
         let mut moving = Self::new(disk, &options.open, (to, directory), journal);
@@ -566,11 +564,12 @@ impl Moving {
         let mut options = self.open.clone();
         options.allow_backing.push(old.clone());
         let home = NewHome { overlay: self.to.clone(), frozen: frozen.clone(), options };
+        // First: a process that is killed after that leaves what the next move must find, wherever that goes.
+        note_moved(&from, &self.to, false)?;
         let made = fs::hard_link(&from, &frozen)
             .map_err(Error::of_file(&frozen, "give the disk's file another name"))
             .and_then(|()| flush_directory(&old))
-            .and_then(|()| Ok(home.make(&self.disk, &info)?))
-            .and_then(|()| note_moved(&from, &self.to, false));
+            .and_then(|()| Ok(home.make(&self.disk, &info)?));
         let switched = made.and_then(|()| {
             self.disk.move_to(&home, || {
                 fs::remove_file(&from).map_err(Error::of_file(&from, "remove the disk's old name"))?;
@@ -588,7 +587,11 @@ impl Moving {
             }
             Err(error) => {
                 // While the overlay is there, what it stands on says that it is not the disk.
-                if from.symlink_metadata().is_ok() && is_removed(&self.to) {
+                if from.symlink_metadata().is_ok() {
+                    // What cannot be removed now stands in the way of the next switch: a new move removes it.
+                    // Gone for good, it names nothing that is not there.
+                    remove_if_there(&self.to)?;
+                    flush_directory(&self.directory)?;
                     let _ = fs::remove_file(&frozen);
                     forget_moved(&from);
                 }
@@ -672,7 +675,12 @@ fn is_likely_there(layer: &PlannedLayer, to: &Path) -> bool {
 }
 
 /// Takes back what a switch left that did not come to its end: the old path is the disk still.
-fn undo_half_switch(from: &Path, to: &Path, plan: &Plan) -> Result<()> {
+pub(crate) fn undo_half_switch(disk: &Disk, from: &Path) -> Result<()> {
+    let Some(to) = half_moved(from)? else {
+        forget_moved(from);
+        return Ok(());
+    };
+    let to = &*to;
     let remove =
         |path: &Path| fs::remove_file(path).map_err(Error::of_file(path, "remove what a killed move left"));
     if to.symlink_metadata().is_ok() {
@@ -683,16 +691,16 @@ fn undo_half_switch(from: &Path, to: &Path, plan: &Plan) -> Result<()> {
             return Err(Error::Exists { path: to.to_owned() });
         }
         remove(to)?;
+        flush_directory(&directory_of(to))?;
     }
     // Snapshots may have been taken since: the second name may be that of a layer by now.
-    let chain: Vec<&Path> = plan.layers.iter().map(|layer| &*layer.from).chain([from]).collect();
+    let chain: Vec<PathBuf> = disk.layers().into_iter().map(|layer| layer.path).collect();
     let files: Vec<FileId> = chain.iter().filter_map(|path| FileId::at(path)).collect();
     let entries = fs::read_dir(directory_of(from)).map_err(Error::of_file(from, "read its directory"))?;
     for entry in entries.flatten() {
         let path = entry.path();
         let is_ours = entry.file_name().to_string_lossy().contains(".move-");
-        if is_ours && !chain.contains(&&*path) && FileId::at(&path).is_some_and(|file| files.contains(&file))
-        {
+        if is_ours && !chain.contains(&path) && FileId::at(&path).is_some_and(|file| files.contains(&file)) {
             remove(&path)?;
         }
     }
@@ -700,9 +708,13 @@ fn undo_half_switch(from: &Path, to: &Path, plan: &Plan) -> Result<()> {
     Ok(())
 }
 
-/// Removes a file; returns whether there is none.
-fn is_removed(path: &Path) -> bool {
-    fs::remove_file(path).map_or_else(|error| error.kind() == ErrorKind::NotFound, |()| true)
+fn remove_if_there(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(Error::of_file(path, "remove what a switch left")(error))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// A state that is made for the sake of a move.

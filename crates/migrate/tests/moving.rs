@@ -1,8 +1,8 @@
 //! A disk moves with its history while it is written, and nothing is lost, whatever happens on the way.
 
-use std::fs;
-use std::io::{BufRead as _, BufReader, Read as _};
-use std::os::unix::fs::FileExt as _;
+use std::fs::{self, File};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use rand::Rng as _;
 use vmstrata_disk::merge::{Direction, Merge, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::snapshot::{self, SnapshotInfo, list};
 use vmstrata_disk::{Disk, NewHome, OpenOptions};
-use vmstrata_migrate::{Error, Move as _, MoveOptions, Moving, Phase, source_directory};
+use vmstrata_migrate::{Error, FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, source_directory};
 use vmstrata_types::LayerIndex;
 
 const SIZE: u64 = 16 << 20;
@@ -59,7 +59,7 @@ fn with_history(dir: &Path, snapshots: usize) -> (PathBuf, Vec<Vec<u8>>) {
 }
 
 /// Goes on until the disk is whole; returns the bytes sent.
-fn finish(moving: &mut Moving) -> u64 {
+fn finish(moving: &mut impl Move) -> u64 {
     let mut sent = 0;
     while moving.phase() != Phase::Whole {
         sent += moving.step(256 << 10).unwrap();
@@ -374,19 +374,28 @@ fn a_layer_that_has_changed_since_it_was_copied_is_copied_again() {
     }
 }
 
+/// A disk whose switch to another directory was cut short by a kill: what was made there, its second name here, and its states.
+fn half_switched(old: &Path, new: &Path) -> (Arc<Disk>, PathBuf, PathBuf, Vec<Vec<u8>>) {
+    let (path, states) = with_history(old, 1);
+    let disk = open_with(&path, &OpenOptions::default());
+    drop(Moving::begin(&disk, &options(new)).unwrap());
+    let (to, frozen) = (new.join("web.qcow2"), old.join("web.move-1.qcow2"));
+    let note = format!("{{\"version\":1,\"to\":\"{}\"}}", to.display());
+    let file = File::options().write(true).create_new(true).mode(0o600).open(old.join(".web.qcow2.moved"));
+    file.unwrap().write_all(note.as_bytes()).unwrap();
+    fs::hard_link(&path, &frozen).unwrap();
+    let home = NewHome { overlay: to.clone(), frozen: frozen.clone(), options: OpenOptions::default() };
+    home.make(&disk, &named("move-1")).unwrap();
+    (disk, to, frozen, states)
+}
+
 /// Whichever of the two paths somebody knows; also when the disk goes back to a path that others know it by.
 #[test]
 fn what_a_killed_switch_left_is_not_the_disk() {
     let dir = scratch();
     let (old, new) = directories(dir.path());
-    let (path, states) = with_history(&old, 1);
-    let disk = open_with(&path, &OpenOptions::default());
-    let moving = Moving::begin(&disk, &options(&new)).unwrap();
-    drop(moving);
-    let (to, frozen) = (new.join("web.qcow2"), old.join("web.move-1.qcow2"));
-    fs::hard_link(&path, &frozen).unwrap();
-    let home = NewHome { overlay: to.clone(), frozen: frozen.clone(), options: OpenOptions::default() };
-    home.make(&disk, &named("move-1")).unwrap();
+    let (disk, to, frozen, states) = half_switched(&old, &new);
+    let path = disk.path().to_owned();
     for snapshots in 0..2 {
         assert_eq!((moved_to(&to), moved_to(&path)), (Some(path.clone()), None), "{snapshots} snapshots");
         assert_eq!(source_directory(&to), None, "it is no disk");
@@ -401,6 +410,29 @@ fn what_a_killed_switch_left_is_not_the_disk() {
     fs::copy(&to, &path).unwrap();
     assert_eq!(moved_to(&to), None);
     disk.close().unwrap();
+}
+
+/// Else it would be taken for the disk once nothing is at the old path.
+#[test]
+fn what_a_killed_switch_left_goes_wherever_the_disk_moves_next() {
+    for is_flat in [false, true] {
+        let dir = scratch();
+        let (old, new) = directories(dir.path());
+        let (disk, to, frozen, states) = half_switched(&old, &new);
+        let third = dir.path().join("third");
+        fs::create_dir(&third).unwrap();
+        if is_flat {
+            let (to, open) = (third.join("web.raw"), OpenOptions::default());
+            let options = FlatOptions { to, open, overwrite: false, skip_unreadable: false };
+            finish(&mut FlatMove::begin(&disk, &options).unwrap());
+        } else {
+            finish(&mut Moving::begin(&disk, &options(&third)).unwrap());
+        }
+        assert!(!to.exists() && !frozen.exists(), "{:?}", files_in(&old));
+        assert_eq!(moved_to(&old.join("web.qcow2")).unwrap(), disk.path());
+        assert_reads(&disk, &states[1], "moved");
+        disk.close().unwrap();
+    }
 }
 
 /// A file system of so many bytes, in memory; `None` without the right to mount one.
