@@ -20,7 +20,7 @@ use vmstrata_types::{GuestOffset, GuestRange, LayerIndex};
 
 use crate::history::{Deed, History, Keeps, Look, SECTOR, State};
 use crate::kernel::inside;
-use crate::moves::{Mover, Places, Turn, is_unfinished};
+use crate::moves::{Mover, Places, Turn, is_flat, is_unfinished};
 use crate::random::Random;
 use crate::shared::Kind;
 use crate::tasks::TASKS;
@@ -34,6 +34,8 @@ pub const OTHER: &str = "other";
 pub const CLONES: &str = "clones";
 /// The disk.
 pub const DISK: &str = "web.qcow2";
+/// Its flat copy.
+pub const FLAT: &str = "web.raw";
 
 /// Requests of a guest in a life, at most, and those at a time.
 const REQUESTS_MAX: u64 = 60;
@@ -156,7 +158,9 @@ impl Life {
             drop(disk);
             // Leaks of version 2 images stay until they are asked for.
             keeper.check_files(is_first && !moves);
-            keeper.change_closed();
+            if !keeper.is_flat() {
+                keeper.change_closed();
+            }
         }
         inside(|| TASKS.die())
     }
@@ -195,6 +199,11 @@ impl Keeper {
         self.places.is_some() && matches!(&*self.at.borrow(), At::Open(disk) if disk.failure().is_some())
     }
 
+    /// Whether the disk has moved to a flat copy: its snapshots stayed behind.
+    fn is_flat(&self) -> bool {
+        is_flat(&self.path())
+    }
+
     /// Whether a move of the closed disk is to be gone on with.
     fn is_moving(&self) -> bool {
         self.places.as_ref().is_some_and(|_| Places::source(&self.path()).is_some())
@@ -224,10 +233,10 @@ impl Keeper {
         }
     }
 
-    /// The result, unless the disk has failed.
+    /// The result, unless the disk has failed or is flat by now.
     fn expect<T>(&self, what: &str, result: Result<T, Error>) -> Option<T> {
         match result {
-            Err(_) if self.has_failed() => None,
+            Err(_) if self.has_failed() || self.is_flat() => None,
             result => Some(self.book.expect(what, result)),
         }
     }
@@ -248,7 +257,9 @@ impl Keeper {
     }
 
     fn states(&self) -> Vec<State> {
-        self.book.history().states()
+        let is_flat = self.is_flat();
+        let is_there = |state: &State| !is_flat || state.keeps == Keeps::Clone;
+        self.book.history().states().into_iter().filter(is_there).collect()
     }
 
     /// Snapshots that are there, and were read.
@@ -263,8 +274,11 @@ impl Keeper {
         let options = CheckOptions { journal_dir: Some(self.journals.clone()), ..CheckOptions::default() };
         let states = self.states().into_iter().filter(|state| state.must_be_there);
         let of = |state| self.book.expect("find a state", self.state_path(state));
-        let paths: Vec<PathBuf> = states.map(of).collect();
-        for path in paths.iter().chain([&self.path()]) {
+        let mut paths: Vec<PathBuf> = states.map(of).collect();
+        if !self.is_flat() {
+            paths.push(self.path());
+        }
+        for path in &paths {
             let report = self.book.expect("check", check(path, &options));
             if !report.is_safe() || no_leaks && !report.is_clean() {
                 let text = format!("{} is damaged: {report:?}", path.display());
@@ -324,7 +338,7 @@ impl Keeper {
                 return self.look_at(state);
             }
             Ok(disk) => disk,
-            Err(_) if !state.must_be_there => return,
+            Err(_) if !state.must_be_there || state.keeps == Keeps::Snapshot && self.is_flat() => return,
             Err(error) => self.book.expect("open a state", Err(error)),
         };
         let stamps = match self.try_read_all(&disk) {
@@ -366,7 +380,7 @@ impl Keeper {
         for _ in 0..self.random.below(6) {
             std::thread::sleep(Duration::from_micros(self.random.below(20_000)));
             let is_moving = self.places.as_ref().map(|_| self.turn.take());
-            if self.has_failed() {
+            if self.has_failed() || self.is_flat() {
                 return;
             }
             match self.random.below(7) {
@@ -406,7 +420,9 @@ impl Keeper {
         for path in clones.map(|clone| self.state_path(clone)) {
             let path = self.book.expect("a clone's path", path);
             let made = self.at_path(|disk| clone(disk, &snapshot.to_string(), &path, &self.options()));
-            self.book.expect("clone", made);
+            if self.expect("clone", made).is_none() {
+                return;
+            }
         }
         self.made(number);
     }

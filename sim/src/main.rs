@@ -67,7 +67,7 @@ use vmstrata_store::Planted;
 use vmstrata_types::ClusterBits;
 
 use history::{Deed, History, SECTOR};
-use life::{CLONES, DISK, DISKS, JOURNALS, Life, OTHER};
+use life::{CLONES, DISK, DISKS, FLAT, JOURNALS, Life, OTHER};
 use random::{Random, hash};
 use repository::Fault;
 use shared::{Kind, Shared};
@@ -397,7 +397,8 @@ impl<'a> Run<'a> {
                 }
                 storage.see(number, &event, data);
                 let is_of_names = matches!(event.kind, Kind::Name | Kind::Ended);
-                if moves && is_of_names && storage.may_lose(DISK, &[DISKS, OTHER]) {
+                let may_lose = || [DISK, FLAT].iter().all(|name| storage.may_lose(name, &[DISKS, OTHER]));
+                if moves && is_of_names && may_lose() {
                     let text = format!("life {life}: a power failure after event {number} may leave no disk");
                     ran.failure.get_or_insert(text);
                 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   begin ──► step, step, ... ──► whole: stands alone? ──► let go of the source, leave it, or go back
-//!     ▲         │ fails, is given up, or dies
+//!     ▲         │ fails, is given up, or dies       └────► a flat copy: it stays one
 //!     └─────────┘
 //! ```
 //!
@@ -15,13 +15,15 @@ use std::time::Duration;
 
 use vmstrata_disk::merge::MergeFault;
 use vmstrata_disk::snapshot::list;
-use vmstrata_disk::{Disk, ErrorKind, OpenOptions};
-use vmstrata_migrate::{Error, Move as _, MoveOptions, Moving, Phase, moved_to, source_directory};
+use vmstrata_disk::{Disk, ErrorKind, Format, OpenOptions};
+use vmstrata_migrate::{
+    Error, FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, moved_to, source_directory,
+};
 use vmstrata_store::FileError;
 
 use crate::faults::FAULTS;
 use crate::kernel::inside;
-use crate::life::{Book, DISK, DISKS, OTHER};
+use crate::life::{Book, DISK, DISKS, FLAT, OTHER};
 use crate::random::Random;
 use crate::shared::Kind;
 use crate::tasks::TASKS;
@@ -73,7 +75,9 @@ impl Places {
 
     /// How a disk is opened that may be on its way.
     pub fn options(path: &Path) -> OpenOptions {
-        OpenOptions { allow_backing: Self::source(path).into_iter().collect(), ..OpenOptions::default() }
+        let format = is_flat(path).then_some(Format::Raw);
+        let allow_backing = Self::source(path).into_iter().collect();
+        OpenOptions { format, allow_backing, ..OpenOptions::default() }
     }
 
     /// The directory that the disk at `path` is not in.
@@ -81,6 +85,11 @@ impl Places {
         let [one, other] = &self.0;
         if path == one { other } else { one }.with_file_name("")
     }
+}
+
+/// Whether the disk is a flat copy, which keeps its place.
+pub fn is_flat(path: &Path) -> bool {
+    path.ends_with(FLAT)
 }
 
 /// Whose turn it is to change the disk's files: the mover's between two steps, or the keeper's. Says whether the disk is on its way.
@@ -117,10 +126,16 @@ impl Mover {
     pub fn run(mut self) {
         for _ in 0..self.random.below(MOVES_MAX + 1) {
             self.pause();
-            if self.is_over || self.disk.failure().is_some() {
+            if self.is_over || self.disk.failure().is_some() || is_flat(self.disk.path()) {
                 return;
             }
             *self.turn.take() = true;
+            if Places::source(self.disk.path()).is_none() && self.random.one_in(5) {
+                self.flatten();
+                self.check_place();
+                *self.turn.take() = false;
+                continue;
+            }
             let moving = self.start().and_then(|moving| self.go_on(moving));
             self.check_place();
             let turn = self.turn.clone();
@@ -188,8 +203,29 @@ impl Mover {
         self.attempt("begin to move", || Moving::begin(&disk, &options))
     }
 
+    /// Moves the disk to a flat copy, beside its other place.
+    fn flatten(&mut self) {
+        let (disk, to) = (Arc::clone(&self.disk), self.places.other(self.disk.path()).join(FLAT));
+        let options =
+            FlatOptions { to: to.clone(), open: self.options(), overwrite: false, skip_unreadable: false };
+        let begun = self.attempt("begin to move to a flat copy", || match FlatMove::begin(&disk, &options) {
+            Err(Error::Exists { .. }) => Ok(None),
+            begun => begun.map(Some),
+        });
+        match begun {
+            Some(Some(moving)) => {
+                if self.go_on(moving).is_some() {
+                    tell("a flat copy");
+                }
+            }
+            // It died before it could note whose the file is, or could not switch. People remove it.
+            Some(None) => self.book.expect("remove the copy", std::fs::remove_file(to)),
+            None => {}
+        }
+    }
+
     /// Goes on until the disk is whole; `None` if the move is given up before.
-    fn go_on(&mut self, mut moving: Moving) -> Option<Moving> {
+    fn go_on<M: Move>(&mut self, mut moving: M) -> Option<M> {
         for steps in 0.. {
             if moving.phase() == Phase::Whole {
                 break;
@@ -204,7 +240,11 @@ impl Mover {
                 return None;
             }
             let most = *self.random.pick(&[1, 64 << 10, 256 << 10, 1 << 20]);
+            // A snapshot would make an image of a flat copy.
+            let turn = self.turn.clone();
+            let at_switch = moving.report().is_flat.then(|| turn.take());
             let done = self.attempt("move", || moving.step(most));
+            drop(at_switch);
             if self.is_over || self.disk.failure().is_some() {
                 return None;
             }
