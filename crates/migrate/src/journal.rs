@@ -336,7 +336,8 @@ pub struct Moved {
 }
 
 /// Where the disk is whose path was `path`, if it moved: nothing is at the path, and a note beside it says where to. What a killed move
-/// left at its target before the switch is not the disk: that is where it was.
+/// left at its target before the switch is not the disk: that is where it was. That nothing is at the old path of a flat copy is on stable
+/// storage when this returns.
 pub fn moved_to(path: &Path) -> Option<Moved> {
     let mut at = Moved { path: path.to_owned(), is_raw: false };
     for _ in 0..FOLLOWED_MAX {
@@ -350,6 +351,13 @@ pub fn moved_to(path: &Path) -> Option<Moved> {
         }
         let note = open_own(&note_beside(&at.path, ".moved"), File::options().read(true)).ok()?;
         let note: Note = serde_json::from_reader(note).ok()?;
+        // A process may have been killed before it did: see `source_directory`.
+        if note.raw
+            && let Err(error) = flush_directory(at.path.parent().unwrap_or(Path::new(".")))
+        {
+            tracing::error!(%error, disk = %at.path.display(), to = note.to, "has moved, and cannot be used before its old directory is flushed");
+            return None;
+        }
         at = Moved { path: path_from_text(&note.to), is_raw: note.raw };
     }
     None
