@@ -23,7 +23,7 @@
 //!   tier: hosts that publish ──► directory repository ── system calls ──► mount: their kernels ──► nas ──► crash: what if it died now?
 //! ```
 //!
-//! With `--run move`, the disk moves between two directories meanwhile, and the storage of a move fails now and then.
+//! With `--run move`, the disk moves between two directories meanwhile, or to a flat copy, and the storage of a move fails now and then.
 //!
 //! With `--run mount`, the repository is a directory that the hosts have mounted. The seed draws what the NAS would leave at any moment,
 //! and each of these crash states is judged, too.
