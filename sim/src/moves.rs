@@ -212,15 +212,17 @@ impl Mover {
             Err(Error::Exists { .. }) => Ok(None),
             begun => begun.map(Some),
         });
-        match begun {
-            Some(Some(moving)) => {
-                if self.go_on(moving).is_some() {
-                    tell("a flat copy");
-                }
-            }
+        let copied = match begun {
+            Some(Some(moving)) => self.go_on(moving),
             // It died before it could note whose the file is, or could not switch. People remove it.
-            Some(None) => self.book.expect("remove the copy", std::fs::remove_file(to)),
-            None => {}
+            Some(None) => {
+                self.book.expect("remove the copy", std::fs::remove_file(to));
+                None
+            }
+            None => None,
+        };
+        if copied.is_some() {
+            tell("a flat copy");
         }
     }
 
