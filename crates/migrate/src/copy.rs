@@ -237,7 +237,7 @@ impl LayerCopy {
             None => old.len() <= at && is_zero(block),
         };
         let mut written = 0;
-        for run in runs(&buffer, BLOCK, is_there) {
+        for run in runs(&buffer, is_there) {
             let at = self.at + run.start as u64;
             let wrote = self.target.write_all_at(&buffer[run.clone()], at);
             wrote.map_err(Error::at_offset(&self.part, "write the copy", at))?;
@@ -312,10 +312,10 @@ impl LayerCopy {
 }
 
 /// The runs of blocks that are not there.
-fn runs(buffer: &[u8], block: usize, is_there: impl Fn(usize, &[u8]) -> bool) -> Vec<Range<usize>> {
+fn runs(buffer: &[u8], is_there: impl Fn(usize, &[u8]) -> bool) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
-    for (number, bytes) in buffer.chunks(block).enumerate() {
-        let at = number * block;
+    for (number, bytes) in buffer.chunks(BLOCK).enumerate() {
+        let at = number * BLOCK;
         match runs.last_mut() {
             _ if is_there(at, bytes) => {}
             Some(last) if last.end == at => last.end = at + bytes.len(),

@@ -588,8 +588,7 @@ impl Moving {
             Err(error) => {
                 // While the overlay is there, what it stands on says that it is not the disk.
                 if from.symlink_metadata().is_ok() {
-                    // What cannot be removed now stands in the way of the next switch: a new move removes it.
-                    // Gone for good, it names nothing that is not there.
+                    // If this fails, the next move does it. The overlay goes first: it names the other file.
                     remove_if_there(&self.to)?;
                     flush_directory(&self.directory)?;
                     let _ = fs::remove_file(&frozen);

@@ -389,7 +389,7 @@ fn half_switched(old: &Path, new: &Path) -> (Arc<Disk>, PathBuf, PathBuf, Vec<Ve
     (disk, to, frozen, states)
 }
 
-/// Whichever of the two paths somebody knows; also when the disk goes back to a path that others know it by.
+/// The old path and the new one both lead to the disk, also after it has gone back.
 #[test]
 fn what_a_killed_switch_left_is_not_the_disk() {
     let dir = scratch();

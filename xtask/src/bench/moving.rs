@@ -55,7 +55,7 @@ const DEPTH: usize = 8;
 pub enum Part {
     /// Random writes of a guest during a move, and QEMU's mirror beside it.
     Guest,
-    /// A disk that nobody uses, beside `cp`.
+    /// An idle disk, beside `cp`.
     Idle,
     /// A guest that writes as fast as it can.
     Busy,

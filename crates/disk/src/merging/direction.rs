@@ -205,8 +205,9 @@ impl Asked<'_> {
             if let Some(other) = users.other_than(layer.file, above.file) {
                 return Err(format!("{} stands on {}", other.display(), layer.path.display()));
             }
-            let missing = missing(&layer.path)
-                .map_err(|error| format!("who stands on {} cannot be read: {error}", layer.path.display()))?;
+            let missing = missing(&layer.path).map_err(|error| {
+                format!("the back-references of {} cannot be read: {error}", layer.path.display())
+            })?;
             if let Some(back_ref) = missing.first().filter(|_| !self.options.forget_missing) {
                 return Err(format!("{} was made on it, and is not there now", back_ref.disk.display()));
             }

@@ -26,7 +26,7 @@ type OnMove = Box<dyn Fn(Report) + Send>;
 pub(crate) struct DiskMove {
     moving: Box<dyn Move>,
     tell: OnMove,
-    /// As it was told last.
+    /// The last report.
     report: Report,
     /// Bytes written, of which `counted` whole steps are.
     written: u64,

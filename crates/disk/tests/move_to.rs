@@ -132,7 +132,7 @@ fn a_move_that_is_refused_changes_nothing() {
     disk.close().unwrap();
 }
 
-/// Else the overlay would stand on an older file, and lack what the guest wrote before the snapshot.
+/// The overlay must stand on the newest layer, or it lacks what the guest wrote before the snapshot.
 #[test]
 fn a_snapshot_just_before_a_move_is_seen() {
     let dir = scratch();
