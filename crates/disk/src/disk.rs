@@ -15,6 +15,7 @@ mod resize;
 mod snapshot;
 mod state;
 mod switch;
+mod watch;
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -30,14 +31,12 @@ use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
 use crate::absent::Absent;
 use crate::active::Active;
 use crate::active::session::leave_clean;
-use crate::chain::{OpenOptions, check_state_at};
+use crate::chain::OpenOptions;
 use crate::epoch::Epochs;
-use crate::error::{Error, ErrorKind, IoContext as _, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::layer::Format;
-use crate::layers::{LayerInfo, Layers, Top, index_of};
-use crate::loading::{Chain, freeze, read_chain};
+use crate::layers::{LayerInfo, Layers, Top};
 use crate::maintenance::Maintained;
-use crate::names::leads_to_own_repository;
 use crate::observer::{Durability, Hooks, IoObserver};
 use crate::request::{Op, Request};
 use crate::resources::Resources;
@@ -49,13 +48,14 @@ use state::{Service, State};
 
 pub use attached::{AttachedWriter, HasWriter};
 pub use flat::FlatHome;
-pub use home::NewHome;
+pub use home::{NewHome, make_overlay};
 pub use index::Indexing;
 pub(crate) use merge::Running;
 #[cfg(test)]
 pub(crate) use open::open_top;
 pub use resize::{ResizeFault, Resized, Shrink};
 pub use snapshot::{Taken, Together, snapshot_together};
+pub use watch::Watch;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -89,44 +89,7 @@ impl Disk {
     /// # Errors
     /// Anything wrong with any file of the chain, with the file's name, layer and offset.
     pub fn open(path: &Path, options: &OpenOptions, resources: &Arc<Resources>) -> Result<Arc<Self>> {
-        let in_file = |error: Error| error.in_file(path);
-        let mut chain = read_chain(path, options, resources)
-            .or_else(|error| check_state_at(path, &**resources.files().opener()).and(Err(error)))?;
-        chain.top.check_state()?;
-        if chain.unfinished && !options.read_only {
-            open::finish_snapshot(chain, (options.cache, options.unflushed), resources)?;
-            chain = read_chain(path, options, resources)?;
-        }
-        if !options.read_only {
-            if leads_to_own_repository(path, chain.below.last().map(|layer| &*layer.path)) {
-                return Err(in_file(ErrorKind::TieredPath.into()));
-            }
-            // What is flushed from now on is found by this name.
-            resources.files().opener().flush_name(path).map_err(in_file)?;
-            open::flush_newest(&chain.below, resources)?;
-        }
-        if options.read_only && (chain.unfinished || chain.top.is_in_session()) {
-            tracing::warn!(disk = %path.display(), "its writer was killed, or is at work: what was written last shows once the disk has been opened for writing");
-        }
-        let Chain { top, mut below, index, lost_index, .. } = chain;
-        if !options.read_only && !options.force {
-            let file = (path, top.opened.identity.file);
-            let found = resources.beside().standing_on(file, below.iter().map(|layer| &*layer.path));
-            if let Some(image) = found.while_trying("look for images that stand on it").map_err(in_file)? {
-                return Err(in_file(ErrorKind::IsBase { image }.into()));
-            }
-        }
-        let size = top.size;
-        let (top, frozen) = if options.read_only {
-            below.push(freeze(top, resources));
-            (Top::Frozen, Some(resources.share_map(below, index)?))
-        } else {
-            let frozen = if below.is_empty() { None } else { Some(resources.share_map(below, index)?) };
-            let depth = frozen.as_ref().map_or(0, |map| map.layers().len());
-            let place = (index_of(depth), options.unflushed);
-            (open::open_top(top, place, resources)?, frozen)
-        };
-        let layers = Layers::new(size, top, frozen, resources);
+        let (layers, lost_index) = open::open_layers(path, options, resources)?;
         let disk = Arc::new(Self { lost_index, ..Self::over(path, options, layers) });
         let maintained: std::sync::Weak<Self> = Arc::downgrade(&disk);
         resources.maintenance().watch(maintained);

@@ -97,7 +97,7 @@ pub use check::{CheckOptions, check};
 pub use create::{CreateOptions, create, create_on};
 pub use disk::{
     AttachedWriter, Disk, FlatHome, HasWriter, Indexing, NewHome, ResizeFault, Resized, Shrink, Taken,
-    Together, snapshot_together,
+    Together, Watch, make_overlay, snapshot_together,
 };
 pub use error::{Error, ErrorKind, IoContext, Result};
 pub use extents::{Extent, ExtentKind};
@@ -105,7 +105,7 @@ pub use frozen::{FrozenChain, FrozenLayer};
 pub use journal::Slot;
 pub use layer::Format;
 pub use layers::LayerInfo;
-pub use names::{REPOSITORY, SIDECAR, is_published};
+pub use names::{REPOSITORY, SIDECAR, is_published, unfinished_copy};
 pub use observer::{Durability, IoObserver, WhenDurable};
 pub use opener::{LocalFiles, Opened, Opener, Role, directory_of};
 pub use probe::{

@@ -85,6 +85,19 @@ pub fn is_published(path: &Path) -> bool {
     directory.as_bytes().ends_with(REPOSITORY.as_bytes()) && name.strip_suffix(b".qcow2").is_some_and(is_id)
 }
 
+/// What the copy of a layer is called until it is whole: `.NAME.part`.
+pub fn unfinished_copy(copy: &Path) -> PathBuf {
+    let mut name = OsString::from(".");
+    name.push(copy.file_name().unwrap_or_default());
+    name.push(UNFINISHED);
+    copy.with_file_name(name)
+}
+
+pub(crate) fn is_unfinished(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().as_bytes();
+    name.starts_with(b".") && name.ends_with(UNFINISHED.as_bytes())
+}
+
 /// Whether the image at `path` is what a tiered disk leaves at its own path: an overlay on a layer in the repository beside it.
 pub(crate) fn leads_to_own_repository(path: &Path, below: Option<&Path>) -> bool {
     let Some(directory) = below.filter(|below| is_published(below)).and_then(Path::parent) else {
@@ -95,6 +108,8 @@ pub(crate) fn leads_to_own_repository(path: &Path, below: Option<&Path>) -> bool
     FileId::at(Path::new(&own)).is_some_and(|own| FileId::at(directory) == Some(own))
 }
 
+/// How the name of a copy ends that is not whole.
+const UNFINISHED: &str = ".part";
 /// How the name of the directory of a tiered disk's layers ends.
 pub const REPOSITORY: &str = ".tier";
 /// How the name of a sidecar ends.

@@ -15,7 +15,9 @@ use vmstrata_disk::merge::{
     Action, Kept, Merge, MergeFault, MergeOptions, Merged, Removal, all_of, ranges_of,
 };
 use vmstrata_disk::snapshot::{self, PrepareOptions, SnapshotInfo, list};
-use vmstrata_disk::{CreateOptions, Disk, Error, OpenOptions, ResourceOptions, Resources, create};
+use vmstrata_disk::{
+    CreateOptions, Disk, Error, OpenOptions, ResourceOptions, Resources, create, unfinished_copy,
+};
 
 const SIZE: usize = 8 << 20;
 
@@ -440,6 +442,11 @@ fn an_image_that_cannot_be_read_keeps_everything() {
     }
     served.close().unwrap();
     drop(served);
+    // The unfinished copy of a layer is none yet.
+    let part = unfinished_copy(&golden.path("golden/copy.qcow2"));
+    std::fs::rename(&torn, &part).unwrap();
+    drop(golden.begin("s1").unwrap());
+    std::fs::rename(&part, &torn).unwrap();
     // Who wants none removed is not kept from it.
     let keep = MergeOptions { removal: Removal::Nothing, ..MergeOptions::default() };
     assert_eq!(kept(&golden.delete(&["s1"], &keep)[0])[0].1, &Kept::Asked);

@@ -9,7 +9,6 @@
 //! A digest covers the pieces that are not all zeros, with their offsets: two files that read the same have the same, however their holes
 //! lie.
 
-use std::ffi::OsString;
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
@@ -23,13 +22,11 @@ use std::thread::{self, JoinHandle};
 use rustix::fs::{Advice, SeekFrom, Timespec, Timestamps};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
-use vmstrata_disk::copy_access;
+use vmstrata_disk::{copy_access, unfinished_copy};
 use vmstrata_store::{FileId, Place, Planted, is_zero};
 
 use crate::error::{Error, Result};
 
-/// How the name of a file ends that is not whole.
-const PART: &str = ".part";
 /// Bytes that are read and written at a time.
 const STEP: usize = 1 << 20;
 /// The digest has these pieces, unless they are all zeros.
@@ -143,7 +140,7 @@ impl LayerCopy {
     pub(crate) fn begin(from: &Path, to: &Path, skips: bool) -> Result<Self> {
         let source = File::open(from).map_err(Error::of_file(from, "open the layer"))?;
         let about = source.metadata().map_err(Error::of_file(from, "examine the layer"))?;
-        let part = part_of(to);
+        let part = unfinished_copy(to);
         let options = File::options().read(true).write(true).create(true).truncate(false).open(&part);
         let target = options.map_err(Error::of_file(&part, "make the copy"))?;
         let there = target.metadata().map_err(Error::of_file(&part, "examine the copy"))?.len();
@@ -323,14 +320,6 @@ fn runs(buffer: &[u8], is_there: impl Fn(usize, &[u8]) -> bool) -> Vec<Range<usi
         }
     }
     runs
-}
-
-/// Where a copy is made.
-pub(crate) fn part_of(to: &Path) -> PathBuf {
-    let mut name = OsString::from(".");
-    name.push(to.file_name().unwrap_or_default());
-    name.push(PART);
-    to.with_file_name(name)
 }
 
 /// The digest of the file at `path`.

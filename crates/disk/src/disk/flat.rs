@@ -39,8 +39,15 @@ impl Disk {
     /// # Errors
     /// As [`Disk::open`].
     pub fn open_state(&self, layer: &Path) -> Result<Arc<Self>> {
-        let options = OpenOptions { read_only: true, format: None, ..self.options() };
-        Self::open(layer, &options, &self.resources)
+        self.open_beside(layer, &OpenOptions { read_only: true, format: None, ..self.options() })
+    }
+
+    /// Opens another disk with this one's resources.
+    ///
+    /// # Errors
+    /// As [`Disk::open`].
+    pub fn open_beside(&self, path: &Path, options: &OpenOptions) -> Result<Arc<Self>> {
+        Self::open(path, options, &self.resources)
     }
 
     /// What the active layer has, in the guest's order, neighbours together. It is read from the tables in memory, so it is

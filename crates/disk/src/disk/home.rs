@@ -59,22 +59,41 @@ impl NewHome {
     /// # Errors
     /// As [`Disk::snapshot`]; a file that is there already. Nothing is left then.
     pub fn make(&self, disk: &Disk, info: &SnapshotInfo) -> Result<()> {
-        let make = || {
-            info.check().map_err(vmstrata_qcow2::CreateError::from)?;
-            // While a snapshot is taken, the disk's path leads to another file than the active one.
-            let _changing = disk.change();
-            let below = Below::read(disk.path(), disk.active_format()?)?;
-            let name = name_from(&self.overlay, &self.frozen)?;
-            let image = below.overlay(name, info, self.options.subclusters)?;
-            let draft = AtomicFile::beside(&self.overlay)?;
-            access::copy(disk.path(), &draft.file)?;
-            fill(&draft.file, &image)?;
-            // Before it is there, as for a clone.
-            back_refs::record_chain(&self.overlay, [&*self.frozen, &*self.overlay].into_iter());
-            draft.publish(&self.overlay, false)
-        };
-        make().map_err(|error| error.in_file(&self.overlay))
+        // While a snapshot is taken, the disk's path leads to another file than the active one.
+        let _changing = disk.change();
+        let below = (disk.path(), disk.active_format()?);
+        make_beside(&self.overlay, below, &self.frozen, (info, self.options.subclusters))
     }
+}
+
+/// Makes the empty image `overlay` on the frozen qcow2 layer `below`, whose state is called `info`; with subclusters if it may have them. On stable
+/// storage when this returns.
+///
+/// # Errors
+/// A layer that cannot be read, names that the header has no room for, a file that is there already. Nothing is left then.
+pub fn make_overlay(overlay: &Path, below: &Path, (info, subclusters): (&SnapshotInfo, bool)) -> Result<()> {
+    make_beside(overlay, (below, Format::Qcow2), below, (info, subclusters))
+}
+
+/// The same on a layer that will be called `name`.
+fn make_beside(
+    overlay: &Path,
+    (below, format): (&Path, Format),
+    name: &Path,
+    (info, subclusters): (&SnapshotInfo, bool),
+) -> Result<()> {
+    let make = || {
+        info.check().map_err(vmstrata_qcow2::CreateError::from)?;
+        let shape = Below::read(below, format)?;
+        let image = shape.overlay(name_from(overlay, name)?, info, subclusters)?;
+        let draft = AtomicFile::beside(overlay)?;
+        access::copy(below, &draft.file)?;
+        fill(&draft.file, &image)?;
+        // Before it is there, as for a clone.
+        back_refs::record_chain(overlay, [name, overlay].into_iter());
+        draft.publish(overlay, false)
+    };
+    make().map_err(|error| error.in_file(overlay))
 }
 
 impl Disk {

@@ -11,15 +11,67 @@ use vmstrata_types::LayerIndex;
 
 use crate::active::Active;
 use crate::active::session::{FEATURES_SINCE, leave_clean, write_session};
-use crate::chain::{Qcow2Head, Top as OpenTop, Unflushed, open_layer, read_head};
+use crate::chain::{
+    OpenOptions, Qcow2Head, Top as OpenTop, Unflushed, check_state_at, open_layer, read_head,
+};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::journal::{Journal, Record, Subject};
 use crate::layer::Layer;
 use crate::layers::{Layers, RawTop, Top, index_of};
-use crate::loading::Chain;
+use crate::loading::{Chain, freeze, read_chain};
+use crate::names::leads_to_own_repository;
 use crate::opener::{Opener, Role};
 use crate::resources::Resources;
 use crate::session::{BootId, SESSION_MASK, new_session};
+
+/// Opens the layers of the chain whose active layer is `path`. Returns also whether the chain had an index that did not hold any more.
+///
+/// # Errors
+/// Anything wrong with any file of the chain, with the file's name, layer and offset.
+pub(super) fn open_layers(
+    path: &Path,
+    options: &OpenOptions,
+    resources: &Arc<Resources>,
+) -> Result<(Layers, bool)> {
+    let in_file = |error: Error| error.in_file(path);
+    let mut chain = read_chain(path, options, resources)
+        .or_else(|error| check_state_at(path, &**resources.files().opener()).and(Err(error)))?;
+    chain.top.check_state()?;
+    if chain.unfinished && !options.read_only {
+        finish_snapshot(chain, (options.cache, options.unflushed), resources)?;
+        chain = read_chain(path, options, resources)?;
+    }
+    if !options.read_only {
+        if leads_to_own_repository(path, chain.below.last().map(|layer| &*layer.path)) {
+            return Err(in_file(ErrorKind::TieredPath.into()));
+        }
+        // What is flushed from now on is found by this name.
+        resources.files().opener().flush_name(path).map_err(in_file)?;
+        flush_newest(&chain.below, resources)?;
+    }
+    if options.read_only && (chain.unfinished || chain.top.is_in_session()) {
+        tracing::warn!(disk = %path.display(), "its writer was killed, or is at work: what was written last shows once the disk has been opened for writing");
+    }
+    let Chain { top, mut below, index, lost_index, .. } = chain;
+    if !options.read_only && !options.force {
+        let file = (path, top.opened.identity.file);
+        let found = resources.beside().standing_on(file, below.iter().map(|layer| &*layer.path));
+        if let Some(image) = found.while_trying("look for images that stand on it").map_err(in_file)? {
+            return Err(in_file(ErrorKind::IsBase { image }.into()));
+        }
+    }
+    let size = top.size;
+    let (top, frozen) = if options.read_only {
+        below.push(freeze(top, resources));
+        (Top::Frozen, Some(resources.share_map(below, index)?))
+    } else {
+        let frozen = if below.is_empty() { None } else { Some(resources.share_map(below, index)?) };
+        let depth = frozen.as_ref().map_or(0, |map| map.layers().len());
+        let place = (index_of(depth), options.unflushed);
+        (open_top(top, place, resources)?, frozen)
+    };
+    Ok((Layers::new(size, top, frozen, resources), lost_index))
+}
 
 /// Makes the top file ready for writes.
 ///
@@ -245,7 +297,7 @@ fn distrust_bitmaps(active: &Active, head: &Qcow2Head, file_len: u64) -> Result<
 ///
 /// # Errors
 /// Whatever the host reports.
-pub(super) fn flush_newest(below: &[Arc<Layer>], resources: &Resources) -> Result<()> {
+fn flush_newest(below: &[Arc<Layer>], resources: &Resources) -> Result<()> {
     let cannot_tell =
         |layer: &&Arc<Layer>| layer.tables.as_ref().is_none_or(|tables| tables.version < FEATURES_SINCE);
     let Some(layer) = below.last().filter(cannot_tell) else { return Ok(()) };
@@ -257,7 +309,7 @@ pub(super) fn flush_newest(below: &[Arc<Layer>], resources: &Resources) -> Resul
 ///
 /// # Errors
 /// A file that is in use, is not the one that was found in the chain, or cannot be written.
-pub(super) fn finish_snapshot(
+fn finish_snapshot(
     chain: Chain,
     (cache, unflushed): (CacheMode, Unflushed),
     resources: &Arc<Resources>,

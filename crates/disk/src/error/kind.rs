@@ -190,6 +190,9 @@ pub enum ErrorKind {
     /// A file that is no index has the name that an index would have.
     #[error("is no index of vmstrata, and has the name that one would have: move it away")]
     SidecarTaken,
+    /// Only of raw images what is written can be noted.
+    #[error("is no raw image")]
+    NotRaw,
     /// A frozen layer was changed under an open disk.
     #[error("another program changed the file while the disk was open: close the disk and open it again")]
     Changed,

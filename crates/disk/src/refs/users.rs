@@ -25,7 +25,7 @@ use super::chain_file::ChainFile;
 use super::kept::Kept;
 use crate::chain::{OpenOptions, backing_text, plain_name};
 use crate::error::Result;
-use crate::names::is_published;
+use crate::names::{is_published, is_unfinished};
 use crate::opener::{LocalFiles, Opener as _, Role, directory_of};
 
 /// An image that names a file as its backing file.
@@ -87,6 +87,8 @@ impl Users {
                     continue;
                 }
                 match path.metadata() {
+                    // A power failure may have torn the unfinished copy of a layer. It is none before it was read back.
+                    Ok(found) if found.is_file() && is_unfinished(&path) && look_below(&path).is_err() => {}
                     Ok(found) if found.is_file() => drop(self.enter(path)),
                     Err(error) if !leads_nowhere(&error) => self.overlook(&path, &error),
                     _ => {}
