@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   begin ──► step, step, ... ──► whole: stands alone? ──► let go of the source, leave it, or go back
-//!     ▲         │ fails, is given up, or dies       └────► a flat copy: it stays one
+//!     ▲         │ fails, is given up, or dies       └────► a flat copy ──► back to its history
 //!     └─────────┘
 //! ```
 //!
@@ -17,7 +17,8 @@ use vmstrata_disk::merge::MergeFault;
 use vmstrata_disk::snapshot::list;
 use vmstrata_disk::{Disk, ErrorKind, Format, OpenOptions};
 use vmstrata_migrate::{
-    Error, FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, moved_to, source_directory,
+    BackOptions, Error, FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, is_way_back, moved_to,
+    source_directory,
 };
 use vmstrata_store::FileError;
 
@@ -87,7 +88,7 @@ impl Places {
     }
 }
 
-/// Whether the disk is a flat copy, which keeps its place.
+/// Whether the disk is a flat copy.
 pub fn is_flat(path: &Path) -> bool {
     path.ends_with(FLAT)
 }
@@ -126,10 +127,16 @@ impl Mover {
     pub fn run(mut self) {
         for _ in 0..self.random.below(MOVES_MAX + 1) {
             self.pause();
-            if self.is_over || self.disk.failure().is_some() || is_flat(self.disk.path()) {
+            if self.is_over || self.disk.failure().is_some() {
                 return;
             }
             *self.turn.take() = true;
+            if is_flat(self.disk.path()) {
+                self.come_back();
+                self.check_place();
+                *self.turn.take() = false;
+                continue;
+            }
             if Places::source(self.disk.path()).is_none() && self.random.one_in(5) {
                 self.flatten();
                 self.check_place();
@@ -226,6 +233,18 @@ impl Mover {
         }
     }
 
+    /// Moves the disk from its flat copy to its history.
+    fn come_back(&mut self) {
+        let is_from = |place: &&PathBuf| is_way_back(self.disk.path(), place);
+        let Some(to) = self.places.0.iter().find(is_from).cloned() else { return };
+        let (disk, open) = (Arc::clone(&self.disk), self.options());
+        let options = BackOptions { to, open, skip_unreadable: false };
+        let begun = self.attempt("begin to come back", || FlatMove::begin_back(&disk, &options));
+        if begun.and_then(|moving| self.go_on(moving)).is_some() {
+            tell("back from a flat copy");
+        }
+    }
+
     /// Goes on until the disk is whole; `None` if the move is given up before.
     fn go_on<M: Move>(&mut self, mut moving: M) -> Option<M> {
         for steps in 0.. {
@@ -244,7 +263,8 @@ impl Mover {
             let most = *self.random.pick(&[1, 64 << 10, 256 << 10, 1 << 20]);
             // A snapshot would make an image of a flat copy.
             let turn = self.turn.clone();
-            let at_switch = moving.report().is_flat.then(|| turn.take());
+            let is_flat = moving.report().is_flat || is_flat(self.disk.path());
+            let at_switch = is_flat.then(|| turn.take());
             let done = self.attempt("move", || moving.step(most));
             drop(at_switch);
             if self.is_over || self.disk.failure().is_some() {

@@ -1,48 +1,41 @@
-//! A disk in use moves to a flat copy of it: a raw file, a block device, or an export of any NBD server. Its history stays behind.
+//! A disk in use moves to a flat copy of it: a raw file, a block device, or an export of any NBD server. Its history stays behind. Or it goes
+//! back from there to its history.
 //!
 //! ```text
-//!   all      the disk is frozen, and what it reads is written to the target, while the guest goes on
-//!   passes   what takes the writes is frozen, and what it has is copied; again while that halves what is left
+//!   all      what the disk reads is written to the copy, while the guest goes on
+//!   passes   what was written meanwhile is copied; again while that halves what is left
 //!   slowed   where it does not, the guest's writes are slowed: to half of the rate of the copy, then to a quarter, and so on
-//!   switch   writes are held; what is left is copied, flushed and read back; from then on the guest writes to the target
+//!   switch   writes are held; what is left is copied, flushed and read back; from then on the guest writes to the copy
 //! ```
 //!
-//! The layers above a state say what was written since. So a pass copies the state that was frozen for it, never a later one.
+//! What was written is known from the layers above a state that was frozen ([`leave`]), or from the watch on a raw image ([`back`]).
 //!
-//! After a kill the target holds some of the disk's bytes. The next run compares the whole target with the disk and sends what differs, so
-//! it needs no record of what the killed run had sent.
+//! After a kill the copy holds some of the disk's bytes. The next run compares all of it with the disk and sends what differs, so it
+//! needs no record of what the killed run had sent.
 
+mod back;
+mod copy;
+mod leave;
+
+use std::fmt;
 use std::fs;
-use std::io;
-use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::channel;
-use std::thread;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-use rustix::fs::Advice;
-use vmstrata_disk::snapshot::{frozen_path, note_left};
-use vmstrata_disk::{
-    Disk, FlatHome, Format, LayerInfo, OpenOptions, Opened, Opener as _, Pace, Role, directory_of,
-    own_clusters,
-};
-use vmstrata_nbd::{Files, Uri};
-use vmstrata_store::{FileId, Gate, LocalFile, Segment, Store, is_zero, on_threads};
-use vmstrata_types::{GuestOffset, GuestRange, HostOffset};
+use vmstrata_disk::snapshot::now_ns;
+use vmstrata_disk::{Disk, Pace};
+use vmstrata_nbd::Uri;
+use vmstrata_types::{GuestOffset, GuestRange};
 
-use crate::copy::{Unreadable, allocated, flush_directory, read_around};
+use crate::copy::{Unreadable, allocated};
 use crate::error::{Error, Result};
-use crate::journal::{Sending, forget_moved, note_moved};
-use crate::moving::{Move, Phase, Report, absolute, new_state, undo_half_switch};
+use crate::moving::{Move, Phase, Report};
+use copy::{Copy, How, PART, PIECE, Wanted};
 
-/// Bytes that are read and written at a time.
-const PART: u64 = 256 << 10;
-/// Parts that are under way at the same time.
-const ABREAST: usize = 8;
-/// Of these bytes, each piece is zeroed at the target rather than written if it is all zeros.
-const PIECE: usize = 64 << 10;
+pub use back::{BackOptions, is_way_back};
+pub use leave::FlatOptions;
+
 /// Bytes that are flushed and read back together.
 const BATCH: u64 = 256 << 20;
 /// So much is looked at in one step, where nothing is to be written.
@@ -53,8 +46,6 @@ const ZERO_STEP: u64 = 1 << 30;
 const EXTENTS: usize = 4096;
 /// For how long copying what is left may hold writes, as planned.
 const HELD: Duration = Duration::from_millis(4);
-/// A target that takes longer than this is given up, and the guest goes on.
-const HELD_MAX: Duration = Duration::from_secs(1);
 /// So little is left at a switch in any case.
 const LEFT_MIN: u64 = 256 << 10;
 /// Bytes of a pass from which its rate is taken.
@@ -72,32 +63,39 @@ pub fn is_flat(to: &Path) -> bool {
     Uri::is_meant(to) || is_device() || is_raw()
 }
 
-/// How a disk moves to a flat copy.
-#[derive(Clone, Debug)]
-pub struct FlatOptions {
-    /// The target.
-    pub to: PathBuf,
-    /// How the disk is opened.
-    pub open: OpenOptions,
-    /// A device or an export may have something on it, which is lost.
-    pub overwrite: bool,
-    /// As in [`crate::MoveOptions`].
-    pub skip_unreadable: bool,
+/// What is copied, and how the disk goes on in the copy.
+trait Way: fmt::Debug + Send {
+    /// What the first pass copies, and about how many bytes that are.
+    fn all(&mut self) -> Result<(Arc<Disk>, u64)>;
+
+    /// Bytes that were written since the last pass began.
+    fn left(&self) -> Result<u64>;
+
+    /// What the next pass copies: what was written since the last one, which copied `state`, began.
+    fn again(&mut self, state: &Disk) -> Result<(Arc<Disk>, Vec<GuestRange>)>;
+
+    /// Copies what was written since the last pass, which copied `state`, began, and has the guest write to the copy. Returns what could not be
+    /// read; `None` if another pass is needed first.
+    fn switch(&mut self, state: &Disk, skips: bool) -> Result<Option<Vec<Unreadable>>>;
+
+    /// Names of states that are there for the sake of the move only.
+    fn froze(&self) -> Vec<String>;
+
+    /// Whether the copy is a raw image.
+    fn is_flat(&self) -> bool;
 }
 
 /// See the module documentation. After an error it is dropped, and begun again.
 #[derive(Debug)]
 pub struct FlatMove {
     disk: Arc<Disk>,
-    open: OpenOptions,
     from: PathBuf,
     to: PathBuf,
     size: u64,
     phase: Phase,
-    /// The target, until it is the disk's.
-    target: Option<Opened>,
-    copy: Copy,
-    note: Sending,
+    way: Box<dyn Way>,
+    /// `None` once it is the disk's.
+    copy: Option<Copy>,
     /// Of the first pass.
     how: How,
     /// `None` until the first begins.
@@ -106,6 +104,11 @@ pub struct FlatMove {
     rate: u64,
     /// Bytes a second that the guest may write.
     pace: Option<u64>,
+    skips: bool,
+    /// What could not be read, and was passed over.
+    unreadable: Vec<Unreadable>,
+    /// When the disk was whole, in ns since 1970.
+    whole_ns: Option<u64>,
 }
 
 impl Drop for FlatMove {
@@ -114,12 +117,12 @@ impl Drop for FlatMove {
     }
 }
 
-/// What is copied before what takes the writes is frozen again.
+/// What is copied before what was written meanwhile is looked at again.
 #[derive(Debug)]
 struct Pass {
     number: u32,
     how: How,
-    /// The state that is copied: what lies above it is not.
+    /// What is copied.
     state: Arc<Disk>,
     /// The first one has all of the disk, from here on.
     next: Option<GuestOffset>,
@@ -131,55 +134,18 @@ struct Pass {
     began: Instant,
 }
 
-/// How bytes come to the copy.
-#[derive(Clone, Copy, Debug)]
-struct How {
-    /// Only what differs is sent.
-    compares: bool,
-    /// Zeros are written: the copy may have something else there.
-    zeroes: bool,
-}
-
-impl How {
-    /// What was written since the pass before.
-    const AGAIN: Self = Self { compares: false, zeroes: true };
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Wanted {
-    range: GuestRange,
-    reads_zero: bool,
-}
-
 impl Pass {
-    /// Over all of a state.
-    fn of_all(state: Arc<Disk>, how: How) -> Self {
-        let bytes = state.layers().iter().map(|layer| allocated(&layer.path)).sum();
+    /// Over all of a state, of about so many bytes.
+    fn of_all((state, bytes): (Arc<Disk>, u64), how: How) -> Self {
         let (next, began) = (Some(GuestOffset::ZERO), Instant::now());
         Self { number: 0, how, state, next, wanted: Vec::new(), bytes, done: 0, began }
     }
 
-    /// Over what its newest layers have.
-    fn of_layers(number: u32, state: Arc<Disk>, layers: &[PathBuf]) -> Result<Self> {
-        let mut own = Vec::new();
-        for layer in layers {
-            own_clusters(layer, &Gate::unrestricted(), |cluster| own.push(cluster.range))?;
-        }
-        own.sort_by_key(|range| range.start);
-        // Each byte once: what is written twice does not read as the first time.
-        let mut ranges: Vec<GuestRange> = Vec::new();
-        for range in own {
-            match ranges.last_mut() {
-                Some(last) if range.start <= last.end() => {
-                    last.len = last.len.max(range.end() - last.start);
-                }
-                _ => ranges.push(range),
-            }
-        }
-        let wanted: Vec<Wanted> =
-            ranges.into_iter().rev().map(|range| Wanted { range, reads_zero: false }).collect();
-        let bytes = wanted.iter().map(|wanted| wanted.range.len).sum();
-        Ok(Self { number, how: How::AGAIN, state, next: None, wanted, bytes, done: 0, began: Instant::now() })
+    /// Over ranges of a state.
+    fn of_ranges(number: u32, (state, ranges): (Arc<Disk>, Vec<GuestRange>)) -> Self {
+        let bytes = bytes_of(&ranges);
+        let wanted = ranges.into_iter().rev().map(|range| Wanted { range, reads_zero: false }).collect();
+        Self { number, how: How::AGAIN, state, next: None, wanted, bytes, done: 0, began: Instant::now() }
     }
 
     /// The next bytes of the pass: at most so many, if they must be read.
@@ -213,303 +179,31 @@ impl Pass {
     }
 }
 
-/// The copy, and what was written to it and not yet read back.
-#[derive(Debug)]
-struct Copy {
-    store: Arc<dyn Store>,
-    name: PathBuf,
-    /// What of the disk cannot be read is passed over.
-    skips: bool,
-    taken: Taken,
-}
-
-/// What was done to a copy.
-#[derive(Debug, Default)]
-struct Taken {
-    written: Vec<(GuestRange, blake3::Hash)>,
-    bytes: u64,
-    unreadable: Vec<Unreadable>,
-}
-
-impl Taken {
-    fn add(&mut self, other: Self) {
-        self.written.extend(other.written);
-        self.bytes += other.bytes;
-        self.unreadable.extend(other.unreadable);
-    }
-}
-
-/// Does something with each of these, several at the same time, and returns what became of it on each thread.
-fn abreast<T: Send, R: Send + Default>(
-    parts: Vec<T>,
-    work: impl Fn(T, &mut R) -> Result<()> + Sync,
-) -> Result<Vec<R>> {
-    let threads = parts.len().min(ABREAST);
-    let left = Mutex::new(parts.into_iter());
-    let on_thread = || {
-        let mut done = R::default();
-        while let Some(part) = { left.lock().next() } {
-            work(part, &mut done)?;
-        }
-        Ok(done)
-    };
-    on_threads(threads, on_thread).into_iter().collect()
-}
-
-impl Copy {
-    fn new(store: &Arc<dyn Store>, name: &Path, skips: bool) -> Self {
-        Self { store: Arc::clone(store), name: name.to_owned(), skips, taken: Taken::default() }
-    }
-
-    /// Brings parts of the disk to the copy. Returns the bytes written.
-    fn take(&mut self, disk: &Disk, parts: Vec<Wanted>, how: How) -> Result<u64> {
-        let before = self.taken.bytes;
-        let each = |Wanted { range, reads_zero }: Wanted, taken: &mut Taken| {
-            if reads_zero && !how.compares {
-                return self.zero(range, taken);
-            }
-            self.take_part(disk, range, how, taken)
-        };
-        let all = abreast(parts, each)?;
-        all.into_iter().for_each(|taken| self.taken.add(taken));
-        Ok(self.taken.bytes - before)
-    }
-
-    fn take_part(
-        &self,
-        disk: &Disk,
-        range: GuestRange,
-        How { compares, zeroes }: How,
-        taken: &mut Taken,
-    ) -> Result<()> {
-        let mut bytes = vec![0; range.len as usize];
-        let read = |into: &mut [u8], at| disk.read(GuestOffset::new(at), &[Segment::from_mut(into)]);
-        if self.skips {
-            taken.unreadable.extend(read_around(disk.path(), &mut bytes, range.start.get(), read));
-        } else {
-            read(&mut bytes, range.start.get())?;
-        }
-        let mut old = Vec::new();
-        if compares {
-            old.resize(bytes.len(), 0);
-            self.read(&mut old, range)?;
-        }
-        let mut done = 0;
-        while done < bytes.len() {
-            let piece = |at: usize| {
-                let piece = at..(at + PIECE).min(bytes.len());
-                match is_zero(&bytes[piece.clone()]) {
-                    _ if compares && old[piece.clone()] == bytes[piece.clone()] => Piece::Same,
-                    true => Piece::Zero,
-                    false => Piece::Data,
-                }
-            };
-            let (what, mut end) = (piece(done), done);
-            while end < bytes.len() && piece(end) == what {
-                end = (end + PIECE).min(bytes.len());
-            }
-            let at = range.start + done as u64;
-            match what {
-                Piece::Data => self.write(&bytes[done..end], at, taken)?,
-                Piece::Zero if zeroes => self.zero(GuestRange::new(at, (end - done) as u64), taken)?,
-                Piece::Zero | Piece::Same => {}
-            }
-            done = end;
-        }
-        Ok(())
-    }
-
-    fn write(&self, bytes: &[u8], at: GuestOffset, taken: &mut Taken) -> Result<()> {
-        let wrote = self.store.write_all(bytes, HostOffset::new(at.get()));
-        wrote.map_err(Error::at_offset(&self.name, "write the copy", at.get()))?;
-        taken.written.push((GuestRange::new(at, bytes.len() as u64), blake3::hash(bytes)));
-        taken.bytes += bytes.len() as u64;
-        Ok(())
-    }
-
-    /// Zeros a range. That is not read back: where it is not the host's or the server's doing, it was written.
-    fn zero(&self, range: GuestRange, taken: &mut Taken) -> Result<()> {
-        if self.store.punch_hole(HostOffset::new(range.start.get()), range.len).is_ok() {
-            return Ok(());
-        }
-        let zeros = vec![0; PART.min(range.len) as usize];
-        let mut done = 0;
-        while done < range.len {
-            let part = PART.min(range.len - done);
-            self.write(&zeros[..part as usize], range.start + done, taken)?;
-            done += part;
-        }
-        Ok(())
-    }
-
-    /// Reads from the copy's storage: what is in memory proves nothing.
-    fn read(&self, into: &mut [u8], range: GuestRange) -> Result<()> {
-        let at = range.start.get();
-        if let Some(file) = self.store.local().and_then(LocalFile::raw) {
-            let _ = rustix::fs::fadvise(file, at, NonZeroU64::new(range.len), Advice::DontNeed);
-        }
-        let read = self.store.read_exact(into, HostOffset::new(at));
-        read.map_err(Error::at_offset(&self.name, "read the copy", at))
-    }
-
-    /// Brings what was written to stable storage, and makes sure that it reads so.
-    fn finish(&mut self) -> Result<()> {
-        self.store.flush().map_err(Error::of_file(&self.name, "flush the copy"))?;
-        self.taken.bytes = 0;
-        let written = std::mem::take(&mut self.taken.written);
-        let each = |(range, digest): (GuestRange, blake3::Hash), bytes: &mut Vec<u8>| {
-            bytes.resize(range.len as usize, 0);
-            self.read(bytes, range)?;
-            if blake3::hash(bytes) != digest {
-                return Err(Error::Untrue { copy: self.name.clone(), offset: range.start.get() });
-            }
-            Ok(())
-        };
-        abreast(written, each).map(drop)
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Piece {
-    Data,
-    Zero,
-    /// The copy has it.
-    Same,
-}
-
 impl FlatMove {
-    /// Begins to move a disk in use, or goes on with that.
-    ///
-    /// # Errors
-    /// A disk that cannot be moved; a target that is too small, in use, or may have something on it.
-    pub fn begin(disk: &Arc<Disk>, options: &FlatOptions) -> Result<Self> {
-        let from = absolute(disk.path())?;
-        let to = if Uri::is_meant(&options.to) { options.to.clone() } else { absolute(&options.to)? };
-        let refused = |why: &str| Error::Refused { disk: from.clone(), to: to.clone(), why: why.to_owned() };
-        if disk.is_read_only() {
-            return Err(refused("it is read-only"));
-        }
-        if disk.format() == Format::Raw {
-            return Err(refused("it is flat already: take a snapshot of it with --convert-raw first"));
-        }
-        if disk.layers().iter().any(|layer| vmstrata_disk::is_published(&layer.path)) {
-            return Err(refused("it is a tiered disk: `vmstrata tier detach` makes it an ordinary one"));
-        }
-        let size = disk.size();
-        let note = Sending::find(&from)?;
-        let is_begun = note.as_ref().is_some_and(|note| note.to == to);
-        let is_new = !Uri::is_meant(&to) && to.symlink_metadata().is_err();
-        let is_file = is_new || fs::metadata(&to).is_ok_and(|about| about.is_file());
-        if !is_new && !is_begun {
-            if is_file {
-                return Err(Error::Exists { path: to });
-            }
-            if !options.overwrite {
-                return Err(refused("everything on it would be overwritten: say so with --yes"));
-            }
-        }
-        undo_half_switch(disk, &from)?;
-        if is_new {
-            let made = fs::File::options().write(true).create_new(true).open(&to).and_then(|file| {
-                vmstrata_disk::copy_access(&from, &file).map_err(io::Error::other)?;
-                file.set_len(size)?;
-                file.sync_all()
-            });
-            made.map_err(Error::of_file(&to, "make the copy"))?;
-            flush_directory(&directory_of(&to))?;
-        }
-        let cache = Role::Active(options.open.cache);
-        let target = Files::new(Arc::clone(&options.open.opener)).open(&to, cache, &Gate::unrestricted())?;
-        let len = target.store.len().map_err(Error::of_file(&to, "find its size"))?;
-        if len < size {
-            return Err(Error::NoRoom { to, free: len, needed: size });
-        }
-        if len > size && is_file {
-            return Err(Error::Exists { path: to });
-        }
-        let note = match note {
-            Some(note) if is_begun => note,
-            _ => Sending::begin(&from, &to)?,
-        };
-        tracing::info!(disk = %from.display(), to = %to.display(), goes_on = is_begun, "moves to a flat copy");
-        Ok(Self {
+    fn new(
+        (disk, from, to): (&Arc<Disk>, PathBuf, PathBuf),
+        way: Box<dyn Way>,
+        copy: Copy,
+        (how, skips): (How, bool),
+    ) -> Self {
+        Self {
             disk: Arc::clone(disk),
-            open: options.open.clone(),
-            size,
-            phase: Phase::Copying,
-            copy: Copy::new(&target.store, &to, options.skip_unreadable),
             from,
             to,
-            target: Some(target),
-            note,
-            how: How { compares: is_begun && !is_new, zeroes: !is_new },
+            size: disk.size(),
+            phase: Phase::Copying,
+            way,
+            copy: Some(copy),
+            how,
             pass: None,
             rate: 0,
             pace: None,
-        })
-    }
-}
-
-impl Move for FlatMove {
-    fn phase(&self) -> Phase {
-        self.phase
-    }
-
-    fn report(&self) -> Report {
-        Report {
-            phase: self.phase,
-            from: self.from.clone(),
-            to: self.to.clone(),
-            left_bytes: match &self.pass {
-                _ if self.phase == Phase::Whole => 0,
-                Some(pass) => pass.bytes.saturating_sub(pass.done),
-                None => self.disk.layers().iter().map(|layer| allocated(&layer.path)).sum(),
-            },
-            kept_until_ns: None,
-            froze: self.note.froze.clone(),
-            slowed_to: self.pace,
-            is_flat: true,
-            unreadable: self.copy.taken.unreadable.clone(),
+            skips,
+            unreadable: Vec::new(),
+            whole_ns: None,
         }
     }
 
-    fn step(&mut self, most: u64) -> Result<u64> {
-        if self.phase == Phase::Whole {
-            return Ok(0);
-        }
-        if self.disk.size() != self.size {
-            return Err(self.refused("its size has changed since the move began: begin again"));
-        }
-        let Some(pass) = &mut self.pass else {
-            self.freeze()?;
-            self.pass = Some(Pass::of_all(self.newest_state()?, self.how));
-            return Ok(0);
-        };
-        if self.copy.taken.bytes >= BATCH {
-            self.copy.finish()?;
-        }
-        let (mut parts, mut read, mut looked, how) = (Vec::new(), 0, 0, pass.how);
-        let mut is_over = false;
-        while read < most && looked < LOOK && !is_over {
-            match pass.next((most - read).max(PIECE as u64).min(PART))? {
-                Some(part) => {
-                    looked += part.range.len;
-                    read += if part.reads_zero && !how.compares { 0 } else { part.range.len };
-                    parts.push(part);
-                }
-                None => is_over = true,
-            }
-        }
-        let written = self.copy.take(&pass.state, parts, how)?;
-        if is_over {
-            self.copy.finish()?;
-            self.end_pass()?;
-        }
-        Ok(written)
-    }
-}
-
-impl FlatMove {
     fn refused(&self, why: &str) -> Error {
         Error::Refused { disk: self.from.clone(), to: self.to.clone(), why: why.to_owned() }
     }
@@ -517,7 +211,7 @@ impl FlatMove {
     /// Decides what comes after a pass.
     fn end_pass(&mut self) -> Result<()> {
         let Some(Pass { number, bytes, done, began, .. }) = self.pass else { return Ok(()) };
-        let left = bytes_of(&self.disk.own_ranges()?);
+        let left = self.way.left()?;
         let took = began.elapsed().max(Duration::from_millis(1));
         // Scattered bytes are copied more slowly than those of the first pass; a pass of few bytes tells nothing.
         if done >= RATE_BYTES || self.rate == 0 {
@@ -540,22 +234,8 @@ impl FlatMove {
 
     fn next_pass(&mut self) -> Result<()> {
         let Some(Pass { number, state, .. }) = self.pass.take() else { return Ok(()) };
-        self.freeze()?;
-        let next = self.newest_state()?;
-        // Others may have taken snapshots, too.
-        let mut layers: Vec<PathBuf> = next.layers().into_iter().map(|layer| layer.path).collect();
-        let file = FileId::at(state.path());
-        let at = layers.iter().position(|layer| FileId::at(layer) == file);
-        layers.drain(..=at.ok_or_else(|| self.refused("its layers were merged meanwhile: begin again"))?);
-        self.pass = Some(Pass::of_layers(number + 1, next, &layers)?);
+        self.pass = Some(Pass::of_ranges(number + 1, self.way.again(&state)?));
         Ok(())
-    }
-
-    /// The state below what takes the writes. Its tables are in its files.
-    fn newest_state(&self) -> Result<Arc<Disk>> {
-        let (_, layers) = self.disk.whole_layers();
-        let newest = newest_frozen(layers).ok_or_else(|| self.refused("it has no frozen layer"))?;
-        Ok(self.disk.open_state(&newest)?)
     }
 
     /// Slows the guest's writes to half of what the copy does, and to half of that with each time.
@@ -572,84 +252,85 @@ impl FlatMove {
         }
     }
 
-    /// Freezes what takes the writes.
-    fn freeze(&mut self) -> Result<()> {
-        let info = new_state();
-        self.note.add_froze(&info.name)?;
-        self.disk.snapshot(&info)?;
-        Ok(())
-    }
-
-    /// Has the guest write to the target from now on.
+    /// Has the guest write to the copy from now on.
     fn switch(&mut self) -> Result<()> {
-        let Some(target) = self.target.take() else { return Err(self.refused("begin again")) };
-        let identity = target.identity;
-        let mut newest_first: Vec<PathBuf> =
-            self.disk.layers().into_iter().rev().map(|layer| layer.path).collect();
-        let left = frozen_path(&self.from, &new_state().name, Format::Qcow2).expect("it names a file");
-        newest_first[0].clone_from(&left);
-        let options = OpenOptions { format: Some(Format::Raw), ..self.open.clone() };
-        let home = FlatHome { path: self.to.clone(), options, copy: target };
-        let (disk, copy) = (Arc::clone(&self.disk), Copy::new(&self.copy.store, &self.to, self.copy.skips));
-        let mut unreadable = Vec::new();
-        // While the old path is there, the note says nothing.
-        note_moved(&self.from, &self.to, true)?;
-        let switched = self.disk.leave_chain(home, || {
-            if newest_frozen(disk.layers()).as_deref() != self.pass.as_ref().map(|pass| pass.state.path()) {
-                return Err(Error::Changed { layer: self.from.clone() });
-            }
-            unreadable = copy_last(disk, copy)?;
-            // Else it would speak of the next disk that has the name.
-            self.note.remove()?;
-            fs::rename(&self.from, &left).map_err(Error::of_file(&self.from, "rename what the disk was"))?;
-            flush_directory(&directory_of(&self.from))
-        });
-        if switched.is_err() && self.from.symlink_metadata().is_ok() {
-            forget_moved(&self.from);
-        }
-        if let Err(Error::Changed { .. }) = switched {
-            // A snapshot was taken meanwhile: its layer must be copied, too.
-            self.target = Some(Opened { store: Arc::clone(&self.copy.store), identity });
-            return self.next_pass();
-        }
+        let Some(Pass { state, .. }) = &self.pass else { return Ok(()) };
+        let state = Arc::clone(state);
+        let Some(unreadable) = self.way.switch(&state, self.skips)? else { return self.next_pass() };
         self.let_run();
-        switched?;
-        self.phase = Phase::Whole;
-        self.copy.taken.unreadable.append(&mut unreadable);
-        note_left(&self.from, &newest_first);
+        (self.phase, self.whole_ns) = (Phase::Whole, Some(now_ns()));
+        (self.copy, self.pass) = (None, None);
+        self.unreadable.extend(unreadable);
         Ok(())
     }
 }
 
-/// The layer below the one that takes the writes.
-fn newest_frozen(layers: Vec<LayerInfo>) -> Option<PathBuf> {
-    layers.into_iter().rev().nth(1).map(|layer| layer.path)
+impl Move for FlatMove {
+    fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    fn report(&self) -> Report {
+        let is_flat = self.way.is_flat();
+        Report {
+            phase: self.phase,
+            from: self.from.clone(),
+            to: self.to.clone(),
+            left_bytes: match &self.pass {
+                _ if self.phase == Phase::Whole => 0,
+                Some(pass) => pass.bytes.saturating_sub(pass.done),
+                None => self.disk.layers().iter().map(|layer| allocated(&layer.path)).sum(),
+            },
+            // Nothing of a flat copy is kept for the disk that went back from it.
+            kept_until_ns: self.whole_ns.filter(|_| !is_flat),
+            froze: self.way.froze(),
+            slowed_to: self.pace,
+            is_flat,
+            unreadable: self
+                .copy
+                .iter()
+                .flat_map(|copy| &copy.taken.unreadable)
+                .chain(&self.unreadable)
+                .cloned()
+                .collect(),
+        }
+    }
+
+    fn step(&mut self, most: u64) -> Result<u64> {
+        if self.phase == Phase::Whole {
+            return Ok(0);
+        }
+        if self.disk.size() != self.size {
+            return Err(self.refused("its size has changed since the move began: begin again"));
+        }
+        let (Some(pass), Some(copy)) = (&mut self.pass, &mut self.copy) else {
+            self.pass = Some(Pass::of_all(self.way.all()?, self.how));
+            return Ok(0);
+        };
+        if copy.taken.bytes >= BATCH {
+            copy.finish()?;
+        }
+        let (mut parts, mut read, mut looked, how) = (Vec::new(), 0, 0, pass.how);
+        let mut is_over = false;
+        while read < most && looked < LOOK && !is_over {
+            match pass.next((most - read).max(PIECE as u64).min(PART))? {
+                Some(part) => {
+                    looked += part.range.len;
+                    read += if part.reads_zero && !how.compares { 0 } else { part.range.len };
+                    parts.push(part);
+                }
+                None => is_over = true,
+            }
+        }
+        let written = copy.take(&pass.state, parts, how)?;
+        if is_over {
+            copy.finish()?;
+            self.end_pass()?;
+        }
+        Ok(written)
+    }
 }
 
 fn bytes_of(ranges: &[GuestRange]) -> u64 {
     ranges.iter().map(|range| range.len).sum()
-}
-
-/// Copies what the active layer has, while writes are held. Returns what cannot be read of it. A target that takes too long is left to its
-/// thread, which keeps it locked.
-fn copy_last(disk: Arc<Disk>, mut copy: Copy) -> Result<Vec<Unreadable>> {
-    let target = copy.name.clone();
-    let (done, result) = channel();
-    let copied = move || {
-        let part = |range: GuestRange, from| {
-            let start = range.start + from;
-            let range = GuestRange::new(start, PART.min(range.end() - start));
-            Wanted { range, reads_zero: false }
-        };
-        let parts =
-            |range: GuestRange| (0..range.len).step_by(PART as usize).map(move |from| part(range, from));
-        copy.take(&disk, disk.own_ranges()?.into_iter().flat_map(parts).collect(), How::AGAIN)?;
-        copy.finish()?;
-        Ok(copy.taken.unreadable)
-    };
-    thread::spawn(move || {
-        let _ = done.send(copied());
-    });
-    let slow = |_| Err(Error::Slow { target, after: HELD_MAX });
-    result.recv_timeout(HELD_MAX).unwrap_or_else(slow)
 }

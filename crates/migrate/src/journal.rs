@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   /b/.web.qcow2.moving   lines of JSON: where from; each layer that is whole, with its digest; the switch; the end
-//!   /a/.web.qcow2.moved    where to: written just before the old path is removed
+//!   /a/.web.qcow2.moved    where to: written just before the old path is removed; beside a flat copy: where it went back to
 //!   /a/.web.qcow2.sending  lines of JSON: that a flat copy was begun, and where; gone once the disk has moved
 //! ```
 //!
@@ -122,9 +122,9 @@ fn make_own(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Such a file, to be gone on with, and what it has; `None` where there is none.
-fn read_own(path: &Path) -> Result<Option<(File, Vec<u8>)>> {
-    let mut file = match open_own(path, File::options().read(true).append(true)) {
+/// Such a file, opened so, and what it has; `None` where there is none.
+fn read_own(path: &Path, options: &mut OpenOptions) -> Result<Option<(File, Vec<u8>)>> {
+    let mut file = match open_own(path, options.read(true)) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(Error::of_file(path, "open what is noted of a move")(error)),
@@ -188,7 +188,7 @@ impl Journal {
     /// A file that is none.
     pub(crate) fn find(to: &Path) -> Result<Option<Self>> {
         let path = journal_of(to);
-        let Some((file, text)) = read_own(&path)? else { return Ok(None) };
+        let Some((file, text)) = read_own(&path, File::options().append(true))? else { return Ok(None) };
         let wrong = |why: &str| Error::Journal { path: path.clone(), why: why.to_owned() };
         let (mut lines, mut len) = (Vec::new(), 0);
         for line in text.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n")) {
@@ -289,13 +289,68 @@ struct Note {
     /// As a raw image, whatever is in it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     raw: bool,
+    /// Of a raw image: the state that its history ends with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    left: Option<String>,
+    /// It holds as soon as there is a file, whatever is at the old path.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    back: bool,
 }
 
-/// Notes beside the old path of a disk where it moves to, and whether it is raw there. On stable storage when this returns.
-pub(crate) fn note_moved(from: &Path, to: &Path, raw: bool) -> Result<()> {
+impl Note {
+    fn new(to: &Path) -> Self {
+        Self { version: VERSION, to: path_to_text(to), raw: false, left: None, back: false }
+    }
+
+    /// The note beside a path, if there is one. One that is torn says nothing.
+    fn beside(disk: &Path) -> Result<Option<Self>> {
+        let found = read_own(&note_beside(disk, ".moved"), &mut File::options())?;
+        Ok(found.and_then(|(_, text)| serde_json::from_slice(&text).ok()))
+    }
+}
+
+/// Notes beside the old path of a disk where it moves to. On stable storage when this returns.
+pub(crate) fn note_moved(from: &Path, to: &Path) -> Result<()> {
+    write_note(from, &Note::new(to))
+}
+
+/// Where the flat copy of a disk is, and what the disk left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Flat {
+    pub(crate) to: PathBuf,
+    /// The state that its history ends with. Programs before this one did not note it.
+    pub(crate) left: Option<String>,
+}
+
+/// Notes beside the old path of a disk where its flat copy is. On stable storage when this returns.
+pub(crate) fn note_flat(from: &Path, flat: Flat) -> Result<()> {
+    write_note(from, &Note { raw: true, left: flat.left, ..Note::new(&flat.to) })
+}
+
+/// What that note says, if there is one.
+///
+/// # Errors
+/// A note that cannot be read.
+pub(crate) fn left_flat(from: &Path) -> Result<Option<Flat>> {
+    let note = Note::beside(from)?.filter(|note| note.raw);
+    Ok(note.map(|note| Flat { to: path_from_text(&note.to), left: note.left }))
+}
+
+/// Notes beside a flat copy, a file that stays, that the disk goes back to `to`, and is there once that is there. On stable storage when this
+/// returns.
+pub(crate) fn note_return(flat: &Path, to: &Path) -> Result<()> {
+    write_note(flat, &Note { back: true, ..Note::new(to) })
+}
+
+/// What a disk that goes back to the path `to` is called until it is the disk.
+pub(crate) fn draft_of_return(to: &Path) -> PathBuf {
+    note_beside(to, ".back")
+}
+
+fn write_note(from: &Path, note: &Note) -> Result<()> {
     let path = note_beside(from, ".moved");
     let draft = note_beside(from, ".moved.new");
-    let text = serde_json::to_vec(&Note { version: VERSION, to: path_to_text(to), raw }).expect("text");
+    let text = serde_json::to_vec(note).expect("text");
     let write = || {
         let mut file = make_own(&draft)?;
         file.write_all(&text)?;
@@ -316,11 +371,7 @@ pub(crate) fn forget_moved(from: &Path) {
 /// # Errors
 /// A note or a journal that cannot be read.
 pub(crate) fn half_moved(from: &Path) -> Result<Option<PathBuf>> {
-    let path = note_beside(from, ".moved");
-    let Some((_, text)) = read_own(&path)? else { return Ok(None) };
-    let Some(note) = serde_json::from_slice::<Note>(&text).ok().filter(|note| !note.raw) else {
-        return Ok(None);
-    };
+    let Some(note) = Note::beside(from)?.filter(|note| !note.raw && !note.back) else { return Ok(None) };
     let to = path_from_text(&note.to);
     let is_half = |journal: Journal| journal.from == from && !journal.has_switched;
     Ok(Journal::find(&to)?.is_some_and(is_half).then_some(to))
@@ -344,13 +395,18 @@ pub fn moved_to(path: &Path) -> Option<Moved> {
         let found = at.path.symlink_metadata();
         let is_gone = found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
         if !is_gone || Uri::is_meant(&at.path) {
+            let note = Note::beside(&at.path).ok().flatten().filter(|note| note.back);
+            let back = note.map(|note| path_from_text(&note.to));
+            if let Some(to) = back.filter(|to| to.symlink_metadata().is_ok()) {
+                at = Moved { path: to, is_raw: false };
+                continue;
+            }
             if let Some(from) = not_moved(&at.path) {
                 at = Moved { path: from, is_raw: false };
             }
             return (at.path != path).then_some(at);
         }
-        let note = open_own(&note_beside(&at.path, ".moved"), File::options().read(true)).ok()?;
-        let note: Note = serde_json::from_reader(note).ok()?;
+        let note = Note::beside(&at.path).ok().flatten()?;
         // A process may have been killed before it did: see `source_directory`.
         if note.raw
             && let Err(error) = flush_directory(at.path.parent().unwrap_or(Path::new(".")))
@@ -395,7 +451,7 @@ impl Sending {
     /// The note beside the disk at `from`, if there is one. One that is torn says nothing.
     pub(crate) fn find(from: &Path) -> Result<Option<Self>> {
         let path = note_beside(from, ".sending");
-        let Some((file, text)) = read_own(&path)? else { return Ok(None) };
+        let Some((file, text)) = read_own(&path, File::options().append(true))? else { return Ok(None) };
         let lines = text.split(|&byte| byte == b'\n');
         let mut lines = lines.map_while(|line| serde_json::from_slice::<Sent>(line).ok());
         let Some(Sent::Begin { version: VERSION, to }) = lines.next() else { return Ok(None) };

@@ -28,7 +28,7 @@ mod schedule;
 pub use chain::{Plan, PlannedLayer};
 pub use copy::{Unreadable, allocated};
 pub use error::{Error, Result};
-pub use flat::{FlatMove, FlatOptions, is_flat};
+pub use flat::{BackOptions, FlatMove, FlatOptions, is_flat, is_way_back};
 pub use journal::{Moved, came_from, moved_to, source_directory};
 pub use moving::{Move, MoveOptions, Moving, Phase, Report};
 pub use schedule::Schedule;

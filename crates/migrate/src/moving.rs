@@ -565,7 +565,7 @@ impl Moving {
         options.allow_backing.push(old.clone());
         let home = NewHome { overlay: self.to.clone(), frozen: frozen.clone(), options };
         // First: a process that is killed after that leaves what the next move must find, wherever that goes.
-        note_moved(&from, &self.to, false)?;
+        note_moved(&from, &self.to)?;
         let made = fs::hard_link(&from, &frozen)
             .map_err(Error::of_file(&frozen, "give the disk's file another name"))
             .and_then(|()| flush_directory(&old))
@@ -707,7 +707,7 @@ pub(crate) fn undo_half_switch(disk: &Disk, from: &Path) -> Result<()> {
     Ok(())
 }
 
-fn remove_if_there(path: &Path) -> Result<()> {
+pub(crate) fn remove_if_there(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != ErrorKind::NotFound => {
             Err(Error::of_file(path, "remove what a switch left")(error))

@@ -22,11 +22,11 @@ use vmstrata_migrate::{Error, FlatMove, FlatOptions, Move as _, Moved, Phase, mo
 use vmstrata_nbd::Files;
 use vmstrata_store::FaultPlan;
 
-const SIZE: u64 = 16 << 20;
-const BLOCK: usize = 4096;
+pub(crate) const SIZE: u64 = 16 << 20;
+pub(crate) const BLOCK: usize = 4096;
 
 /// A disk with a snapshot, and what it reads as.
-fn disk_in(dir: &Path) -> (PathBuf, Arc<Disk>, Vec<u8>) {
+pub(crate) fn disk_in(dir: &Path) -> (PathBuf, Arc<Disk>, Vec<u8>) {
     fs::create_dir_all(dir).unwrap();
     let path = dir.join("web.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", path_str(&path), &SIZE.to_string()]);
@@ -44,11 +44,11 @@ fn disk_in(dir: &Path) -> (PathBuf, Arc<Disk>, Vec<u8>) {
     (path, disk, model)
 }
 
-fn options(to: &Path) -> FlatOptions {
+pub(crate) fn options(to: &Path) -> FlatOptions {
     FlatOptions { to: to.to_owned(), open: OpenOptions::default(), overwrite: false, skip_unreadable: false }
 }
 
-fn finish(moving: &mut FlatMove) -> u64 {
+pub(crate) fn finish(moving: &mut FlatMove) -> u64 {
     let mut sent = 0;
     while moving.phase() != Phase::Whole {
         sent += moving.step(256 << 10).unwrap();
@@ -90,7 +90,11 @@ fn guest(disk: &Arc<Disk>, mut model: Vec<u8>, is_over: &AtomicBool) -> Vec<u8> 
 }
 
 /// Moves a disk with a guest on it, of which others take snapshots; returns what it must read as.
-fn move_under_a_guest(disk: &Arc<Disk>, model: Vec<u8>, options: &FlatOptions) -> Vec<u8> {
+pub(crate) fn move_under_a_guest(
+    disk: &Arc<Disk>,
+    model: Vec<u8>,
+    begin: impl FnOnce() -> Result<FlatMove, Error>,
+) -> Vec<u8> {
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let over = Over(&is_over);
@@ -107,7 +111,7 @@ fn move_under_a_guest(disk: &Arc<Disk>, model: Vec<u8>, options: &FlatOptions) -
                 }
             }
         });
-        let mut moving = FlatMove::begin(disk, options).unwrap();
+        let mut moving = begin().unwrap();
         let began = Instant::now();
         while moving.phase() != Phase::Whole {
             moving.step(256 << 10).unwrap();
@@ -120,13 +124,13 @@ fn move_under_a_guest(disk: &Arc<Disk>, model: Vec<u8>, options: &FlatOptions) -
 }
 
 /// A stock server of a raw file.
-struct Server {
+pub(crate) struct Server {
     child: Child,
     socket: PathBuf,
 }
 
 impl Server {
-    fn of(file: &Path) -> Self {
+    pub(crate) fn of(file: &Path) -> Self {
         let socket = file.with_extension("sock");
         let mut command = Command::new("qemu-nbd");
         command.args(["-t", "-x", "web", "-f", "raw", "-k"]).arg(&socket).arg(file);
@@ -135,7 +139,7 @@ impl Server {
         server
     }
 
-    fn address(&self) -> PathBuf {
+    pub(crate) fn address(&self) -> PathBuf {
         format!("nbd+unix:///web?socket={}", self.socket.display()).into()
     }
 }
@@ -152,7 +156,7 @@ fn a_disk_that_is_written_becomes_a_raw_file() {
     let dir = scratch();
     let (path, disk, model) = disk_in(&dir.path().join("old"));
     let to = dir.path().join("web.raw");
-    let model = move_under_a_guest(&disk, model, &options(&to));
+    let model = move_under_a_guest(&disk, model, || FlatMove::begin(&disk, &options(&to)));
     assert_eq!((disk.path(), disk.format()), (&*to, Format::Raw));
     assert_eq!(moved_to(&path), Some(Moved { path: to.clone(), is_raw: true }));
     assert!(!path.exists());
@@ -181,7 +185,8 @@ fn a_disk_that_is_written_goes_to_a_stock_nbd_server_and_is_served_from_there() 
     let to = server.address();
     let refused = FlatMove::begin(&disk, &options(&to)).unwrap_err();
     assert!(matches!(&refused, Error::Refused { why, .. } if why.contains("--yes")), "{refused}");
-    let model = move_under_a_guest(&disk, model, &FlatOptions { overwrite: true, ..options(&to) });
+    let overwrite = FlatOptions { overwrite: true, ..options(&to) };
+    let model = move_under_a_guest(&disk, model, || FlatMove::begin(&disk, &overwrite));
     assert_eq!(moved_to(&path), Some(Moved { path: to.clone(), is_raw: true }));
     assert_reads(&disk, &model, "through the server");
     disk.flush().unwrap();
@@ -261,14 +266,17 @@ fn a_target_that_changes_what_was_written_is_found_out() {
     assert_same(&content(&path, "qcow2"), &model, 0, "to stock tools");
 }
 
-/// Of the files of the disk and of the target, each operation in turn.
-#[test]
-fn no_failure_of_the_host_loses_what_was_flushed() {
+/// Moves a small disk that is written, and has each operation on its files fail in turn: what was flushed is where the disk is. `before` brings
+/// it to where that move begins.
+pub(crate) fn fail_each_operation(
+    before: impl Fn(&Arc<Disk>, &Path),
+    begin: impl Fn(&Arc<Disk>, &Path, OpenOptions) -> Result<FlatMove, Error>,
+) {
     const SIZE: u64 = 4 << 20;
     let mut nth = 0;
     loop {
         let dir = scratch();
-        let (path, to) = (dir.path().join("web.qcow2"), dir.path().join("web.raw"));
+        let path = dir.path().join("web.qcow2");
         create(&path, &CreateOptions { size: Some(SIZE), ..CreateOptions::default() }).unwrap();
         let faults = FaultPlan::new();
         let files = FaultyFiles::new(&faults);
@@ -280,16 +288,18 @@ fn no_failure_of_the_host_loses_what_was_flushed() {
             written.inspect(|()| model[at as usize..at as usize + 5000].fill(byte))
         };
         put(&mut model, 70_000, 1).unwrap();
+        before(&disk, dir.path());
+        put(&mut model, 74_000, 3).unwrap();
         faults.fail_nth(None, nth, 5);
-        let before = faults.count(None);
+        let done = faults.count(None);
         let open = OpenOptions { opener: files.clone(), ..OpenOptions::default() };
-        let moved = FlatMove::begin(&disk, &FlatOptions { open, ..options(&to) }).and_then(|mut moving| {
+        let moved = begin(&disk, dir.path(), open).and_then(|mut moving| {
             while moving.phase() != Phase::Whole {
                 moving.step(1 << 20)?;
             }
             Ok(())
         });
-        let operations = faults.count(None) - before;
+        let operations = faults.count(None) - done;
         faults.clear();
         let written = put(&mut model, 72_000, 2);
         assert_eq!(written.is_ok(), disk.failure().is_none(), "{nth}: {written:?}");
@@ -315,6 +325,14 @@ fn no_failure_of_the_host_loses_what_was_flushed() {
         nth += 1;
     }
     assert!(nth > 20, "{nth} operations of a move");
+}
+
+#[test]
+fn no_failure_of_the_host_loses_what_was_flushed() {
+    let begin = |disk: &Arc<Disk>, dir: &Path, open| {
+        FlatMove::begin(disk, &FlatOptions { open, ..options(&dir.join("web.raw")) })
+    };
+    fail_each_operation(|_, _| {}, begin);
 }
 
 #[test]

@@ -3,4 +3,5 @@
 #[path = "../../disk/tests/common/mod.rs"]
 mod common;
 mod flat;
+mod flat_back;
 mod moving;
