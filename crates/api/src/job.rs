@@ -130,7 +130,7 @@ pub enum JobSpec {
         /// The disk.
         disk: String,
         /// The directory: an absolute path on the server's host. Or where the flat copy is: a block device, a new file whose name ends in
-        /// `.raw` or `.img`, or an export of an NBD server.
+        /// `.raw` or `.img`, or an export of an NBD server. Or, of a flat copy, the path that the disk had: it goes back to its history.
         #[schema(min_length = 1, pattern = r"^(/|nbd(\+unix)?://)[^\x00]*$")]
         to: String,
         /// For how many seconds the source files are kept; 600 if omitted.

@@ -237,8 +237,6 @@ fn a_guest_goes_on_while_its_disk_goes_to_a_stock_nbd_server() {
     host.write(&mut guest, "-P 2 2M 4M");
     host.assert_reads(&server);
     assert_eq!((&detail(&server)["path"], &detail(&server)["moving"]["is_flat"]), (&json!(to), &json!(true)));
-    let refused = server.ask_err(["move", "web", "--undo"]);
-    assert!(refused.contains("a move to a flat copy is not undone"), "{refused}");
     guest.end();
     // A server that is started with the old configuration finds it there.
     let runtime = server.crash();
@@ -259,12 +257,68 @@ fn a_guest_goes_on_while_its_disk_goes_to_a_stock_nbd_server() {
 }
 
 #[test]
-fn a_disk_that_no_server_serves_becomes_a_raw_file() {
+fn a_guest_goes_on_while_its_disk_comes_back_from_a_stock_nbd_server() {
+    let host = Host::new();
+    let mut server = host.serve();
+    let target = Target::new(&host);
+    let mut guest = Guest::new(&server);
+    server.ask_ok(["move", "web", "--to", &target.uri, "--yes"]);
+    host.write(&mut guest, "-P 2 2M 4M");
+    // A server that is killed on the way, and started with the old configuration, has it where it was.
+    let mut rounds = 0;
+    let asked = json!({ "kind": "move", "disk": "web", "to": host.path, "bytes_per_second": 1 << 20 });
+    while rounds < 3 {
+        rounds += 1;
+        assert_eq!(ask(&server.control(), "POST", "/v1/jobs", &asked.to_string()).status, 201);
+        std::thread::sleep(Duration::from_millis(200 * rounds));
+        host.write(&mut guest, &format!("-P {rounds} {rounds}M 64k"));
+        guest.kill();
+        let runtime = server.crash();
+        let [disk, nbd] = host.keys();
+        server = Server::start_in(runtime, &["--disk", &disk, "--nbd", &nbd]);
+        assert_eq!(
+            (detail(&server)["path"].as_str(), Path::new(&host.path).exists()),
+            (Some(&*target.uri), false)
+        );
+        guest = Guest::new(&server);
+        host.assert_reads(&server);
+    }
+    let unknown = server.ask_err(["move", "web", "--undo"]);
+    assert!(unknown.contains("say with --to the path that the disk had before"), "{unknown}");
+    let planned = server.ask_ok(["move", "web", "--to", &host.path, "--dry-run"]);
+    assert!(planned.contains("1 file") && planned.contains(&host.path), "{planned}");
+    let said = server.ask_ok(["move", "web", "--to", &host.path]);
+    assert!(said.contains("the flat copy is left as it is"), "{said}");
+    drop(target);
+    host.write(&mut guest, "-P 3 8M 1M");
+    host.assert_reads(&server);
+    wait_until("the states of the moves are gone", || detail(&server)["moving"].is_null());
+    let listed = server.ask_ok(["snapshot", "list", &host.path]);
+    assert!(listed.contains("mon") && !listed.contains("move-"), "{listed}");
+    guest.end();
+    assert!(server.stop().success());
+    assert_clean(host.path.as_ref());
+    tool_ok("qemu-img", ["compare", &host.path, &host.model]);
+}
+
+#[test]
+fn a_disk_that_no_server_serves_becomes_a_raw_file_and_an_image_again() {
     let host = Host::new();
     let to = host.images.name("new/web.raw");
     let said = run_ok(["move", &host.path, "--to", &to]);
     assert!(said.contains("moved to"), "{said}");
     tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &to, &host.model]);
+    for file in [&to, &host.model] {
+        let format = if file == &to { "raw" } else { "qcow2" };
+        tool_ok("qemu-io", ["-f", format, "-c", "write -P 5 3M 64k", file]);
+    }
+    let said = run_ok(["move", &host.path, "--undo"]);
+    assert!(said.contains(&format!("moved to {}: 64 KiB copied", host.path)), "{said}");
+    tool_ok("qemu-img", ["compare", &host.path, &host.model]);
+    assert_clean(host.path.as_ref());
+    let listed = run_ok(["snapshot", "list", &host.path]);
+    assert!(listed.contains("mon") && !listed.contains("move-"), "{listed}");
+    run_ok(["move", &host.path, "--to", &host.images.name("new/again.raw")]);
     let refused = run_err(1, ["drain", &host.images.name("new"), "--to", &to]);
     assert!(refused.contains("disks are drained to a directory"), "{refused}");
 }

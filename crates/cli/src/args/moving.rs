@@ -36,13 +36,13 @@ pub struct MoveArgs {
     /// The disk: its path, or its name at the server
     pub disk: PathBuf,
     /// The directory that it moves to with its history; or where a flat copy of it will be: a block device, a new file whose name ends in
-    /// .raw or .img, or an export of an NBD server, as in nbd://HOST/NAME
+    /// .raw or .img, or an export of an NBD server, as in nbd://HOST/NAME; or, of a flat copy, the path that the disk had
     #[arg(long, value_name = "TARGET", required_unless_present = "undo")]
     pub to: Option<PathBuf>,
     /// Overwrite what is on the device or the export
     #[arg(long)]
     pub yes: bool,
-    /// Move it back, while the source files are kept: only what was written since is copied
+    /// Move it back, while the source files are kept: only what differs is copied
     #[arg(long, conflicts_with = "to")]
     pub undo: bool,
     /// How it moves.
@@ -66,7 +66,7 @@ Examples:
 The command copies the layers of the disk's history. When little is left, the guest's writes go to the target, and the rest is copied. So a move \
 ends however much the guest writes. Run the command again to go on with a move that was stopped or killed. It does not copy files that the target \
 has already, such as a base that another disk brought. A flat copy has no history: that stays with the source files, which `vmstrata gc` \
-removes.
+removes. Until then the disk can go back to it.
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
 
 /// `vmstrata drain`

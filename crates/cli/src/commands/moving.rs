@@ -12,10 +12,11 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
 use vmstrata_api::{DiskDetail, DiskList, JobSpec, MovePhase, MoveStatus, UnreadableRange, encode_segment};
-use vmstrata_disk::{Disk, OpenOptions, directory_of, probe_chain};
+use vmstrata_disk::{Disk, Format, OpenOptions, directory_of, probe_chain};
 use vmstrata_job::{Bucket, wait_while};
 use vmstrata_migrate::{
-    FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, Plan, Schedule, Unreadable, allocated, is_flat,
+    BackOptions, FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, Plan, Schedule, Unreadable,
+    allocated, is_flat, is_way_back, moved_to,
 };
 use vmstrata_nbd::Uri;
 use vmstrata_types::time::rfc3339;
@@ -83,6 +84,13 @@ struct PlannedFile {
 
 impl Planned {
     fn of(disk: &Path, to: &Path, open: &OpenOptions) -> Result<Self> {
+        let moved = moved_to(disk).filter(|moved| moved.is_raw);
+        let at = moved.as_ref().map_or(disk, |moved| &moved.path);
+        if is_way_back(at, to) {
+            let file = PlannedFile { file: path_to_text(at), bytes: allocated(at) };
+            let (disk, to) = (path_to_text(disk), path_to_text(to));
+            return Ok(Self { disk, to, bytes: file.bytes, layers: vec![file] });
+        }
         if is_flat(to) {
             return Self::of_flat(disk, to, open);
         }
@@ -129,6 +137,7 @@ pub fn line(moving: &MoveStatus) -> String {
         MovePhase::Moved if *is_flat => {
             format!("moved from {from}, whose files are left: `vmstrata gc {from} --yes`")
         }
+        MovePhase::Moved if vmstrata_migrate::is_flat(Path::new(from)) => format!("is back from {from}"),
         MovePhase::Moved => {
             let until = kept_until_ns.map_or_else(String::new, |until| format!(" until {}", rfc3339(until)));
             format!("moved from {from}; source files are kept{until}")
@@ -145,7 +154,7 @@ pub fn run(args: &MoveArgs) -> Result<ExitCode> {
     let live = Live::find(slice::from_ref(&args.disk), &args.access.server)?;
     let to = match &args.to {
         Some(to) => to.clone(),
-        None => came_from(&args.disk, live.as_ref())?,
+        None => way_back(&args.disk, live.as_ref())?,
     };
     if args.how.dry_run {
         let planned = Planned::of(&args.disk, &to, &args.access.common.open())?;
@@ -153,6 +162,9 @@ pub fn run(args: &MoveArgs) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let left = |moved: &Moved| {
+        if is_flat(Path::new(&moved.from)) {
+            return format!("{}the flat copy is left as it is\n", moved.text());
+        }
         format!(
             "{}its source files are left: `vmstrata gc {} --yes` removes them\n",
             moved.text(),
@@ -163,7 +175,7 @@ pub fn run(args: &MoveArgs) -> Result<ExitCode> {
         Some(live) => {
             let moved = by_server(&live, &to, (&args.how, args.yes), json)?;
             answer(json, &moved, || {
-                if is_flat(&to) {
+                if is_flat(&to) || is_flat(Path::new(&moved.from)) {
                     return left(&moved);
                 }
                 let kept = args.how.keep.as_secs();
@@ -182,23 +194,28 @@ pub fn run(args: &MoveArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The directory that a disk came from, while its source files are kept.
-fn came_from(disk: &Path, live: Option<&Live>) -> Result<PathBuf> {
+/// The directory that a disk came from, while its source files are kept; of a flat copy, the path that the disk had.
+fn way_back(disk: &Path, live: Option<&Live>) -> Result<PathBuf> {
     let from = match live {
         Some(live) => {
-            let moving = detail(live)?.disk.moving;
-            if let Some(MoveStatus { is_flat: true, from, .. }) = &moving {
-                bail!(
-                    "{}: a move to a flat copy is not undone: its files are in {from}'s directory still",
-                    disk.display()
-                );
+            let now = detail(live)?.disk;
+            match now.moving {
+                Some(MoveStatus { is_flat: true, from, .. }) => return Ok(path_from_text(&from)),
+                // It did not get there.
+                Some(MoveStatus { phase: MovePhase::Copying, to, .. }) if to == now.path => {
+                    return Ok(path_from_text(&to));
+                }
+                moving => moving.map(|moving| path_from_text(&moving.from)),
             }
-            moving.map(|moving| path_from_text(&moving.from))
         }
+        None if moved_to(disk).is_some_and(|moved| moved.is_raw) => return Ok(disk.to_owned()),
         None => vmstrata_migrate::came_from(disk)?,
     };
     let from = from.with_context(|| {
-        format!("{}: no source files are kept: it has not moved, or they were removed", disk.display())
+        format!(
+            "{}: no source files are kept: it has not moved, or they were removed. Of a flat copy, say with --to the path that the disk had before",
+            disk.display()
+        )
     })?;
     Ok(directory_of(&from))
 }
@@ -236,12 +253,20 @@ fn by_server(live: &Live, to: &Path, (how, overwrite): (&MoveHowArgs, bool), qui
 }
 
 fn by_itself(args: &MoveArgs, to: &Path) -> Result<Moved> {
-    let path = vmstrata_migrate::moved_to(&args.disk).map_or_else(|| args.disk.clone(), |moved| moved.path);
+    let moved = moved_to(&args.disk);
     let mut open = OpenOptions { read_only: false, ..args.access.open() };
+    if moved.as_ref().is_some_and(|moved| moved.is_raw) {
+        open.format = Some(Format::Raw);
+    }
+    let path = moved.map_or_else(|| args.disk.clone(), |moved| moved.path);
     open.allow_backing.extend(vmstrata_migrate::source_directory(&path));
     let resources = resources(&args.access.journal)?;
     let disk = Disk::open(&path, &open, &resources)?;
-    let moved = if is_flat(to) {
+    let moved = if is_way_back(&path, to) {
+        let options =
+            BackOptions { to: to.to_owned(), open: open.clone(), skip_unreadable: args.how.skip_unreadable };
+        FlatMove::begin_back(&disk, &options).map_err(Into::into).and_then(|mut moving| go(&mut moving, args))
+    } else if is_flat(to) {
         let options = FlatOptions {
             to: to.to_owned(),
             open: open.clone(),
@@ -258,7 +283,7 @@ fn by_itself(args: &MoveArgs, to: &Path) -> Result<Moved> {
     let (moved, froze) = moved?;
     closed?;
     if !is_flat(to) {
-        let open = OpenOptions { read_only: true, ..open };
+        let open = OpenOptions { read_only: true, format: None, ..open };
         drop_states(&path_from_text(&moved.to), &froze, &open)?;
     }
     Ok(moved)

@@ -12,7 +12,8 @@ use vmstrata_api::{self as api, ChangedBy, JobSpec, JobStatus, MergeDirection};
 use vmstrata_disk::snapshot::{list, now_ns};
 use vmstrata_disk::{Disk, Format};
 use vmstrata_migrate::{
-    FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, Report, Unreadable, is_flat,
+    BackOptions, FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, Report, Unreadable, is_flat,
+    is_way_back,
 };
 use vmstrata_types::{path_from_text, path_to_text};
 
@@ -46,7 +47,10 @@ impl Host {
         let slot = self.jobs.reserve(&MOVE, name)?;
         self.jobs.refuse_beside(&[&MERGE, &FLATTEN, &SNAPSHOT_DELETE], name)?;
         let to = path_from_text(to);
-        let moving: Box<dyn Move> = if is_flat(&to) {
+        let moving: Box<dyn Move> = if is_way_back(disk.path(), &to) {
+            let options = BackOptions { to, open, skip_unreadable: *skip_unreadable };
+            Box::new(FlatMove::begin_back(&disk, &options)?)
+        } else if is_flat(&to) {
             Box::new(FlatMove::begin(
                 &disk,
                 &FlatOptions { to, open, overwrite: *overwrite, skip_unreadable: *skip_unreadable },
@@ -105,14 +109,18 @@ impl Host {
 
     /// Notes where a disk is.
     fn note_move(&self, name: &str, report: Report) {
-        let has_moved = report.phase != Phase::Copying;
+        // Until a disk is back, its old path leads to its flat copy. That is the one to have after a restart: the other may not lead back.
+        let has_moved = report.phase != Phase::Copying || is_way_back(&report.from, &report.to);
         let mut table = self.table.lock();
         let Some(entry) = table.entry_mut(name) else { return };
-        let is_new = has_moved && entry.spec.path != report.to;
+        let to = report.to.clone();
+        let is_new = has_moved && entry.spec.path != to;
         if is_new {
-            entry.spec.path = report.to.clone();
-            if report.is_flat {
-                entry.spec.format = Some(Format::Raw);
+            entry.spec.path.clone_from(&to);
+            match entry.spec.format {
+                _ if report.is_flat => entry.spec.format = Some(Format::Raw),
+                Some(Format::Raw) => entry.spec.format = None,
+                _ => {}
             }
         }
         let is_whole = report.phase == Phase::Whole;
@@ -120,7 +128,7 @@ impl Host {
         drop(table);
         if is_new {
             self.save();
-            tracing::info!(disk = name, "serve it by its new path from now on");
+            tracing::info!(disk = name, path = %to.display(), "serve it by this path from now on");
         }
         if is_whole {
             self.due.now();
@@ -173,8 +181,9 @@ impl Host {
                 Err(error) => Err(error),
             };
         }
-        let Some(moving) = Moving::resume(&disk, &open)? else { return Ok(()) };
-        for kept in moving.let_go()? {
+        // What a disk was that is back from a flat copy, others are to remove.
+        let moving = Moving::resume(&disk, &open)?;
+        for kept in moving.map_or_else(|| Ok(Vec::new()), Moving::let_go)? {
             match kept.kept {
                 None => {
                     tracing::info!(disk = name, file = %kept.path.display(), "removed: the disk has moved")
