@@ -292,14 +292,17 @@ struct Note {
     /// Of a raw image: the state that its history ends with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     left: Option<String>,
-    /// It holds as soon as there is a file, whatever is at the old path.
+    /// Of a flat copy that stays at the old path: it holds as soon as there is a file at the new one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     back: bool,
+    /// The flat copy, once nobody writes it: another file at the old path is another disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    copy: Option<Source>,
 }
 
 impl Note {
     fn new(to: &Path) -> Self {
-        Self { version: VERSION, to: path_to_text(to), raw: false, left: None, back: false }
+        Self { version: VERSION, to: path_to_text(to), raw: false, left: None, back: false, copy: None }
     }
 
     /// The note beside a path, if there is one. One that is torn says nothing.
@@ -336,10 +339,10 @@ pub(crate) fn left_flat(from: &Path) -> Result<Option<Flat>> {
     Ok(note.map(|note| Flat { to: path_from_text(&note.to), left: note.left }))
 }
 
-/// Notes beside a flat copy, a file that stays, that the disk goes back to `to`, and is there once that is there. On stable storage when this
-/// returns.
-pub(crate) fn note_return(flat: &Path, to: &Path) -> Result<()> {
-    write_note(flat, &Note { back: true, ..Note::new(to) })
+/// Notes beside a flat copy, a file that stays, that the disk goes back to `to`, and is there once that is there; when it is there, which file
+/// the copy was. On stable storage when this returns.
+pub(crate) fn note_return(flat: &Path, to: &Path, copy: Option<&fs::Metadata>) -> Result<()> {
+    write_note(flat, &Note { back: true, copy: copy.map(Source::of), ..Note::new(to) })
 }
 
 /// What a disk that goes back to the path `to` is called until it is the disk.
@@ -393,9 +396,11 @@ pub fn moved_to(path: &Path) -> Option<Moved> {
     let mut at = Moved { path: path.to_owned(), is_raw: false };
     for _ in 0..FOLLOWED_MAX {
         let found = at.path.symlink_metadata();
-        let is_gone = found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        let is_gone = found.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
         if !is_gone || Uri::is_meant(&at.path) {
-            let note = Note::beside(&at.path).ok().flatten().filter(|note| note.back);
+            let is_of = |copy: Source| found.as_ref().is_ok_and(|about| Source::of(about) == copy);
+            let note = Note::beside(&at.path).ok().flatten();
+            let note = note.filter(|note| note.back && note.copy.is_none_or(is_of));
             let back = note.map(|note| path_from_text(&note.to));
             if let Some(to) = back.filter(|to| to.symlink_metadata().is_ok()) {
                 at = Moved { path: to, is_raw: false };

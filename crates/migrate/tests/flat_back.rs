@@ -55,6 +55,10 @@ fn a_disk_that_is_written_goes_back_from_a_raw_file_and_both_paths_lead_there() 
         "of what is in a configuration"
     );
     assert_is_back(&path, disk, &model);
+    // Another disk may have the name.
+    fs::remove_file(&to).unwrap();
+    fs::write(&to, [1; 512]).unwrap();
+    assert_eq!(moved_to(&to), None);
 }
 
 #[test]

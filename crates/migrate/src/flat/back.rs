@@ -212,7 +212,7 @@ impl Way for Return {
         let is_file = fs::symlink_metadata(&self.from).is_ok_and(|about| about.is_file());
         if is_file {
             // From the switch on: its raw file does not go.
-            note_return(&self.from, &self.to)?;
+            note_return(&self.from, &self.to, None)?;
         }
         let (chain, disk) = (Arc::clone(&self.chain), Arc::clone(&self.disk));
         let mut unreadable = Vec::new();
@@ -226,6 +226,12 @@ impl Way for Return {
             forget_moved(&self.from);
         }
         switched?;
+        if is_file {
+            let copy = fs::metadata(&self.from).map_err(Error::of_file(&self.from, "examine the flat copy"));
+            if let Err(error) = copy.and_then(|copy| note_return(&self.from, &self.to, Some(&copy))) {
+                tracing::warn!(%error, "remove the note beside the flat copy with it: `.NAME.moved`");
+            }
+        }
         forget_moved(&self.to);
         self.froze = made_for_moves(&self.to, &self.open).unwrap_or_default();
         Ok(Some(unreadable))
