@@ -20,6 +20,7 @@ const BELOW: &[(&str, &[&str])] = &[
     ("vmstrata-qcow2", &["vmstrata-types"]),
     ("vmstrata-job", &[]),
     ("vmstrata-store", &["vmstrata-types"]),
+    ("vmstrata-flushlog", &["vmstrata-types", "vmstrata-store"]),
     ("vmstrata-repo", &["vmstrata-types", "vmstrata-store"]),
     ("vmstrata-check", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store"]),
     ("vmstrata-disk", &["vmstrata-types", "vmstrata-qcow2", "vmstrata-store", "vmstrata-check"]),
@@ -115,10 +116,11 @@ const FOREIGN_TO_ENGINE: [&str; 16] = [
 ];
 /// The same by first word: `vhost`, `vhost-user-backend`, `virtio-...`.
 const FOREIGN_PREFIXES: [&str; 2] = ["vhost", "tokio-"];
-const ENGINE: [&str; 6] = [
+const ENGINE: [&str; 7] = [
     "vmstrata-types",
     "vmstrata-qcow2",
     "vmstrata-store",
+    "vmstrata-flushlog",
     "vmstrata-check",
     "vmstrata-disk",
     "vmstrata-backup",
