@@ -26,7 +26,7 @@ pub(crate) const PATH_MAX: usize = 2048;
 
 const LOG_MAGIC: &[u8; 8] = b"VMSFLOG1";
 const BATCH_MAGIC: &[u8; 8] = b"VMSBATCH";
-const HEADER_LEN: usize = 80;
+const HEADER_LEN: usize = 88;
 pub(crate) const BATCH_HEADER_LEN: usize = 48;
 const BATCH_CHECK: std::ops::Range<usize> = 44..48;
 const RECORD_LEN: usize = 40;
@@ -44,6 +44,8 @@ pub(crate) struct Tail {
 /// What the first blocks say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
+    /// Drawn when the log was made.
+    pub(crate) id: u64,
     pub(crate) epoch: u64,
     pub(crate) generation: u64,
     pub(crate) host: [u8; 16],
@@ -63,6 +65,7 @@ impl Header {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(BLOCK as usize);
         bytes.extend_from_slice(LOG_MAGIC);
+        bytes.extend_from_slice(&self.id.to_le_bytes());
         bytes.extend_from_slice(&self.epoch.to_le_bytes());
         bytes.extend_from_slice(&self.generation.to_le_bytes());
         bytes.extend_from_slice(&self.host);
@@ -85,11 +88,12 @@ impl Header {
         }
         let array = |at: usize| covered[at..at + 16].try_into().expect("sixteen bytes");
         Some(Self {
-            epoch: word(covered, 8),
-            generation: word(covered, 16),
-            host: array(24),
-            boot: array(40),
-            tail: Tail { place: word(covered, 56), sequence: word(covered, 64) },
+            id: word(covered, 8),
+            epoch: word(covered, 16),
+            generation: word(covered, 24),
+            host: array(32),
+            boot: array(48),
+            tail: Tail { place: word(covered, 64), sequence: word(covered, 72) },
         })
     }
 }
@@ -101,7 +105,7 @@ pub struct Subject {
     pub path: PathBuf,
     /// Its inode number; 0 for a block device.
     pub ino: u64,
-    /// What its owner last said that marks it ([`crate::LoggedStore::set_mark`]).
+    /// What its owner last said that marks it ([`vmstrata_store::Logged::join`]).
     pub mark: u64,
 }
 
@@ -390,6 +394,7 @@ mod tests {
             assert!(!is_whole(&flipped), "bit {bit}");
         }
         let header = Header {
+            id: 7,
             epoch: 1,
             generation: 2,
             host: [3; 16],

@@ -31,6 +31,8 @@ use crate::format::{BLOCK, BatchHeader, Header, RING_AT, Tail, batch_len, encode
 
 /// The shortest ring.
 pub(crate) const RING_MIN: u64 = 128 << 10;
+/// The highest tag.
+const TAG_MAX: u64 = 0x7FFF;
 /// Longest batch, of a long ring.
 const BATCH_MAX: u64 = 4 << 20;
 
@@ -249,6 +251,11 @@ impl FlushLog {
     /// Its file.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// As [`vmstrata_store::Logged::tag`].
+    pub(crate) fn tag(&self) -> u64 {
+        u64::from(crc32c::crc32c(&self.header.lock().id.to_le_bytes())) % TAG_MAX + 1
     }
 
     /// How it is used.

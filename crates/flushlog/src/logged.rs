@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
-use vmstrata_store::{FaultStore, LocalFile, Segment, Store, View, copy_to_slice, total_len};
+use vmstrata_store::{FaultStore, LocalFile, Logged, Segment, Store, View, copy_to_slice, total_len};
 use vmstrata_types::HostOffset;
 
 use crate::format::{Kind, OperationBytes, PATH_MAX, Subject, encode_record};
@@ -46,7 +46,7 @@ pub struct LoggedStore {
     pending: Mutex<Pending>,
     /// The batch of the last record whose operations are all in the page cache.
     applied: AtomicU64,
-    has_left: AtomicBool,
+    has_joined: AtomicBool,
     has_failed: AtomicBool,
 }
 
@@ -59,18 +59,10 @@ struct Pending {
 }
 
 impl LoggedStore {
-    /// Has the flushes of `inner` go to the log. `path` and `ino` say to recovery which file it is. The first flush syncs the
-    /// file, whatever others wrote to it before.
-    ///
-    /// # Errors
-    /// A log that failed, or has no room for more files.
-    pub fn new(inner: Arc<dyn Store>, path: PathBuf, ino: u64, log: &Arc<FlushLog>) -> io::Result<Arc<Self>> {
-        if path.as_os_str().len() > PATH_MAX {
-            return Err(io::Error::other("its path is too long for the flush log"));
-        }
+    /// A store around `inner` that may join the log. `path` and `ino` say to recovery which file it is.
+    pub fn new(inner: Arc<dyn Store>, path: PathBuf, ino: u64, log: &Arc<FlushLog>) -> Arc<Self> {
         let share = draw();
-        log.join(share)?;
-        let pending = Pending { operations: OperationBytes::default(), must_sync: true };
+        let pending = Pending::default();
         let store = Arc::new(Self {
             inner,
             log: Arc::clone(log),
@@ -82,31 +74,21 @@ impl LoggedStore {
             syncing: Mutex::new(None),
             pending: Mutex::new(pending),
             applied: AtomicU64::new(0),
-            has_left: AtomicBool::new(false),
+            has_joined: AtomicBool::new(false),
             has_failed: AtomicBool::new(false),
         });
         log.register(Arc::downgrade(&store) as Weak<dyn Behind>);
-        Ok(store)
-    }
-
-    /// Says what marks the file from now on, for recovery to compare.
-    pub fn set_mark(&self, mark: u64) {
-        self.mark.store(mark, Ordering::SeqCst);
+        store
     }
 
     fn subject(&self) -> Subject {
         Subject { path: self.path.clone(), ino: self.ino, mark: self.mark.load(Ordering::SeqCst) }
     }
 
-    /// Flushes, and brings `writes` to stable storage, too. None of them is in the file before all that was written earlier is on
-    /// stable storage; all of them are when this returns.
-    ///
-    /// # Errors
-    /// As [`Store::flush`], or a host that cannot write.
-    pub fn commit(&self, writes: &[(HostOffset, &[u8])]) -> io::Result<()> {
+    fn commit_all(&self, writes: &[(HostOffset, Vec<u8>)]) -> io::Result<()> {
         let _turn = self.committing.lock();
         self.check()?;
-        if self.has_left.load(Ordering::SeqCst) {
+        if !self.has_joined() {
             return self.commit_without(writes);
         }
         let taken = std::mem::take(&mut *self.pending.lock());
@@ -144,8 +126,8 @@ impl LoggedStore {
         self.sync()
     }
 
-    /// As [`LoggedStore::commit`], of a file that left the log.
-    fn commit_without(&self, writes: &[(HostOffset, &[u8])]) -> io::Result<()> {
+    /// As [`Logged::commit`], without the log.
+    fn commit_without(&self, writes: &[(HostOffset, Vec<u8>)]) -> io::Result<()> {
         self.sync()?;
         if writes.is_empty() {
             return Ok(());
@@ -159,12 +141,12 @@ impl LoggedStore {
         self.log.submit(self.share, record, content)
     }
 
-    fn put(&self, writes: &[(HostOffset, &[u8])]) -> io::Result<()> {
+    fn put(&self, writes: &[(HostOffset, Vec<u8>)]) -> io::Result<()> {
         let put = writes.iter().try_for_each(|(at, bytes)| self.inner.write_all(bytes, *at));
         put.map_err(|error| self.fail(error))
     }
 
-    fn apply(&self, writes: &[(HostOffset, &[u8])], sequence: u64) -> io::Result<()> {
+    fn apply(&self, writes: &[(HostOffset, Vec<u8>)], sequence: u64) -> io::Result<()> {
         self.put(writes)?;
         self.applied.store(sequence, Ordering::SeqCst);
         Ok(())
@@ -193,14 +175,20 @@ impl LoggedStore {
         *failed = Some(error.to_string());
         let error = self.fail(error);
         drop(failed);
-        if self.log.replays(self.share) {
-            let content = Content { voids: false, has_operations: false, is_needed: true };
-            let none = OperationBytes::default();
-            if let Err(refused) = self.submit(Kind::Lost, [&none, &none], content) {
-                tracing::error!(file = %self.path.display(), log = %self.log.path().display(), ?refused, "a flush failed, and the flush log cannot be told: flushed writes may be missing after a restart");
-            }
-        }
+        self.tell_lost();
         Err(error)
+    }
+
+    /// Has recovery not trust the page cache.
+    fn tell_lost(&self) {
+        if !self.log.replays(self.share) {
+            return;
+        }
+        let content = Content { voids: false, has_operations: false, is_needed: true };
+        let none = OperationBytes::default();
+        if let Err(refused) = self.submit(Kind::Lost, [&none, &none], content) {
+            tracing::error!(file = %self.path.display(), log = %self.log.path().display(), ?refused, "a flush failed, and the flush log cannot be told: flushed writes may be missing after a restart");
+        }
     }
 
     /// The file was synced: has recovery replay nothing of it.
@@ -231,25 +219,6 @@ impl LoggedStore {
         Ok(())
     }
 
-    /// Takes the file out of the log: it has all that was written, on stable storage, and recovery does not touch it. It can be
-    /// used on, without the log.
-    ///
-    /// # Errors
-    /// A host or a log that failed: what the log has of the file stays there.
-    pub fn leave(&self) -> io::Result<()> {
-        let _turn = self.committing.lock();
-        if self.has_left.load(Ordering::SeqCst) {
-            return Ok(());
-        }
-        self.check()?;
-        *self.pending.lock() = Pending { operations: OperationBytes::default(), must_sync: true };
-        self.sync()?;
-        self.make_void()?;
-        self.has_left.store(true, Ordering::SeqCst);
-        self.log.leave(self.share);
-        Ok(())
-    }
-
     /// Makes a change that is not logged.
     fn unlogged<T>(&self, change: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         let done = change();
@@ -277,6 +246,55 @@ impl Behind for LoggedStore {
     }
 }
 
+impl Logged for LoggedStore {
+    fn tag(&self) -> u64 {
+        self.log.tag()
+    }
+
+    fn join(&self, mark: u64) -> io::Result<()> {
+        let _turn = self.committing.lock();
+        self.check()?;
+        if self.path.as_os_str().len() > PATH_MAX {
+            return Err(io::Error::other("its path is too long for the flush log"));
+        }
+        self.log.join(self.share)?;
+        self.mark.store(mark, Ordering::SeqCst);
+        *self.pending.lock() = Pending::default();
+        self.has_joined.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn set_mark(&self, mark: u64) {
+        let before = self.mark.swap(mark, Ordering::SeqCst);
+        if before != mark && Behind::has_failed(self) {
+            // Recovery must know the file all the same.
+            self.tell_lost();
+        }
+    }
+
+    fn has_joined(&self) -> bool {
+        self.has_joined.load(Ordering::SeqCst)
+    }
+
+    fn commit(&self, writes: &[(HostOffset, Vec<u8>)]) -> io::Result<()> {
+        self.commit_all(writes)
+    }
+
+    fn leave(&self) -> io::Result<()> {
+        let _turn = self.committing.lock();
+        if !self.has_joined() {
+            return Ok(());
+        }
+        self.check()?;
+        self.pending.lock().sync_instead();
+        self.sync()?;
+        self.make_void()?;
+        self.has_joined.store(false, Ordering::SeqCst);
+        self.log.leave(self.share);
+        Ok(())
+    }
+}
+
 impl Pending {
     /// Whether the next flush logs what is written now.
     fn is_logged(&self, log: &FlushLog) -> bool {
@@ -300,6 +318,9 @@ impl Store for LoggedStore {
     }
 
     fn write_segments(&self, segments: &[Segment<'_>], at: HostOffset) -> io::Result<()> {
+        if !self.has_joined() {
+            return self.inner.write_segments(segments, at);
+        }
         let len = total_len(segments);
         if len > SHORT_MAX {
             return self.unlogged(|| self.inner.write_segments(segments, at));
@@ -322,7 +343,7 @@ impl Store for LoggedStore {
     }
 
     fn flush(&self) -> io::Result<()> {
-        self.commit(&[])
+        self.commit_all(&[])
     }
 
     fn punch_hole(&self, at: HostOffset, len: u64) -> io::Result<()> {
@@ -400,6 +421,10 @@ impl LocalFile for LoggedStore {
         self.file().begin_write_out(at, len);
     }
 
+    fn log(&self) -> Option<&dyn Logged> {
+        Some(self)
+    }
+
     fn begin_flush(&self) -> u64 {
         self.file().begin_flush()
     }
@@ -407,9 +432,7 @@ impl LocalFile for LoggedStore {
 
 impl Drop for LoggedStore {
     fn drop(&mut self) {
-        if !self.has_left.load(Ordering::SeqCst)
-            && let Err(error) = self.leave()
-        {
+        if let Err(error) = self.leave() {
             tracing::warn!(file = %self.path.display(), log = %self.log.path().display(), %error, "the flush log keeps flushed writes of a file: they are brought into it when a server starts with that log");
         }
     }

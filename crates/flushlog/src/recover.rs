@@ -162,14 +162,15 @@ impl FlushLog {
             min: RING_AT + RING_MIN,
         })?;
         let opening = Opening { path, store: &*store, ring };
-        let (recovered, generation) = match opening.header()? {
-            None => (Recovered::default(), 0),
+        let (recovered, id, generation) = match opening.header()? {
+            None => (Recovered::default(), draw(), 0),
             Some(header) if header.host != host.id => {
                 return Err(LogError::OtherHost { log: path.to_owned() });
             }
-            Some(header) => (opening.recover(&header, host, targets)?, header.generation),
+            Some(header) => (opening.recover(&header, host, targets)?, header.id, header.generation),
         };
         let mut header = Header {
+            id,
             epoch: draw(),
             generation,
             host: host.id,

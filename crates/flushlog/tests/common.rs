@@ -9,13 +9,17 @@ use std::sync::Arc;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use vmstrata_flushlog::{FlushLog, Host, LogError, LoggedStore, Recovered, Subject, Targets};
-use vmstrata_store::{Crash, FaultPlan, FaultStore, MemoryStore, Moment, Record, Store, StoreId};
+use vmstrata_store::{
+    Crash, FaultPlan, FaultStore, Logged as _, MemoryStore, Moment, Record, Store, StoreId,
+};
 use vmstrata_types::HostOffset;
 
 pub const SECTOR: u64 = 512;
 /// The least that a log may have.
 pub const LOG_LEN: u64 = 136 << 10;
 pub const LOG: StoreId = StoreId(0);
+/// What marks all files.
+pub const MARK: u64 = 11;
 /// What a sector holds that was never written.
 const BEFORE: u64 = u64::MAX;
 
@@ -35,7 +39,8 @@ pub fn path_of(file: usize) -> PathBuf {
 pub struct Files(pub Vec<Arc<dyn Store>>);
 
 impl Targets for Files {
-    fn open(&self, subject: &Subject, _marks: &[u64]) -> io::Result<Arc<dyn Store>> {
+    fn open(&self, subject: &Subject, marks: &[u64]) -> io::Result<Arc<dyn Store>> {
+        assert_eq!(marks, [MARK]);
         assert_eq!(subject.path, path_of(subject.ino as usize));
         self.0.get(subject.ino as usize).cloned().ok_or_else(|| io::ErrorKind::NotFound.into())
     }
@@ -76,6 +81,13 @@ pub fn memory(bytes: Vec<u8>) -> Arc<dyn Store> {
     Arc::new(MemoryStore::from_vec(bytes))
 }
 
+/// A file behind the log.
+fn joined(store: &Arc<dyn Store>, number: usize, log: &Arc<FlushLog>) -> Arc<LoggedStore> {
+    let store = LoggedStore::new(Arc::clone(store), path_of(number), number as u64, log);
+    store.join(MARK).unwrap();
+    store
+}
+
 impl Rig {
     pub fn new(files: usize, len: u64) -> Self {
         Self::on(memory(zeros(LOG_LEN)), (0..files).map(|_| memory(before(len))).collect())
@@ -87,9 +99,7 @@ impl Rig {
         let log_store = faulty(log, LOG);
         let raw: Vec<_> = (1..).zip(files).map(|(id, store)| faulty(store, StoreId(id))).collect();
         let (log, _) = open_log(&log_store, boot(1), &Files(raw.clone())).unwrap();
-        let join = |(number, store): (usize, &Arc<dyn Store>)| {
-            LoggedStore::new(Arc::clone(store), path_of(number), number as u64, &log).unwrap()
-        };
+        let join = |(number, store): (usize, &Arc<dyn Store>)| joined(store, number, &log);
         let files = raw.iter().enumerate().map(join).collect();
         Self { plan, log_store, raw, log, files }
     }
@@ -185,6 +195,17 @@ impl History {
 
     /// Makes sure that each sector of a file holds what it may: a value from that at the last flush that ended before `at` on.
     pub fn check(&self, file: usize, bytes: &[u8], at: Moment, all_completed: bool) {
+        self.check_between(file, bytes, [at, at], all_completed);
+    }
+
+    /// As [`History::check`], by flushes that ended before the first moment, and writes that began before the second.
+    pub fn check_between(
+        &self,
+        file: usize,
+        bytes: &[u8],
+        [flushed_by, at]: [Moment; 2],
+        all_completed: bool,
+    ) {
         let steps: Vec<(u64, &Taken)> =
             (1..).zip(&self.steps).filter(|(_, taken)| taken.file == file).collect();
         // A checkpoint is none: what was not flushed may be undone by older records.
@@ -197,7 +218,7 @@ impl History {
                 break;
             }
             taken.step.enter(*number, &mut sectors);
-            if taken.ended <= at && (all_completed || is_flush(&taken.step)) {
+            if taken.ended <= flushed_by && (all_completed || is_flush(&taken.step)) {
                 flushed = *number;
             }
         }
@@ -258,7 +279,7 @@ impl Rig {
             Step::Commit { places } => {
                 let bytes = sectors_of(number, SECTOR);
                 let writes: Vec<_> =
-                    places.iter().map(|place| (HostOffset::new(*place), bytes.as_slice())).collect();
+                    places.iter().map(|place| (HostOffset::new(*place), bytes.clone())).collect();
                 store.commit(&writes).unwrap();
             }
             Step::Checkpoint => store.checkpoint().unwrap(),
@@ -269,8 +290,7 @@ impl Rig {
                 let raw = &self.raw[file];
                 raw.write_all(&sectors_of(number, SECTOR), HostOffset::new(*at)).unwrap();
                 raw.flush().unwrap();
-                self.files[file] =
-                    LoggedStore::new(Arc::clone(raw), path_of(file), file as u64, &self.log).unwrap();
+                self.files[file] = joined(raw, file, &self.log);
             }
         }
     }

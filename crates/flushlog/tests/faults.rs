@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use vmstrata_flushlog::{LogError, LoggedStore, SHORT_MAX};
-use vmstrata_store::{Effect, Fault, MemoryStore, OperationKind, Store, StoreId, When};
+use vmstrata_store::{Effect, Fault, Logged as _, MemoryStore, OperationKind, Store, StoreId, When};
 use vmstrata_types::HostOffset;
 
 use crate::common::{Files, LOG, LOG_LEN, Rig, before, boot, memory, open_log, path_of, sectors_of, zeros};
@@ -139,7 +139,10 @@ fn a_log_that_cannot_be_used_stays_as_it_is() {
 #[test]
 fn a_log_takes_as_many_files_as_it_has_room_set_aside_for() {
     let rig = Rig::new(1, LEN);
-    let join = |number: u64| LoggedStore::new(Arc::new(MemoryStore::new()), path_of(0), number, &rig.log);
+    let join = |number: u64| {
+        let store = LoggedStore::new(Arc::new(MemoryStore::new()), path_of(0), number, &rig.log);
+        store.join(0).map(|()| store)
+    };
     let joined: Vec<_> = (0..64).map(join).take_while(Result::is_ok).map(Result::unwrap).collect();
     assert_eq!(joined.len(), 3, "of four blocks, one is taken");
     drop(joined);

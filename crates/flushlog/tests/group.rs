@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmstrata_store::{Crash, CrashKind, Effect, Fault, OperationKind, Store as _, StoreId, Survivors, When};
+use vmstrata_store::{
+    Crash, CrashKind, Effect, Fault, Logged as _, OperationKind, Store as _, StoreId, Survivors, When,
+};
 use vmstrata_types::HostOffset;
 
 use crate::common::{Files, LOG, LOG_LEN, Rig, before, boot, memory, open_log, sectors_of, zeros};
@@ -74,7 +76,7 @@ fn a_record_stays_until_all_of_it_is_in_the_file() {
     hold(&rig, StoreId(1), OperationKind::Write, When::Nth(0));
     std::thread::scope(|scope| {
         let place = HostOffset::new(4096);
-        scope.spawn(move || file.commit(&[(place, &sectors_of(9, 512))]).unwrap());
+        scope.spawn(move || file.commit(&[(place, sectors_of(9, 512))]).unwrap());
         assert!(
             rig.plan.wait_until_held(1, Duration::from_secs(20)),
             "it is in the log, and not in the file"

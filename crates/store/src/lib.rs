@@ -194,6 +194,40 @@ pub trait Fetch {
     fn file(&self) -> &dyn LocalFile;
 }
 
+/// A file that may let a log make its flushes durable: once it has joined, and until it leaves.
+///
+/// What joins is written by this process alone, and looked at by others only after it has left, or the log was brought into it.
+pub trait Logged {
+    /// Tells the log from others of this host; never 0, 15 bits.
+    fn tag(&self) -> u64;
+
+    /// Has the log make later flushes durable. `mark` is what marks the file: recovery writes into no file that has another one.
+    /// All that was written to the file is on stable storage, and no write is under way.
+    ///
+    /// # Errors
+    /// A log that failed, or has no room for more files: flushes go on without it.
+    fn join(&self, mark: u64) -> io::Result<()>;
+
+    /// Says what marks the file from now on.
+    fn set_mark(&self, mark: u64);
+
+    /// Whether it has joined, and not left.
+    fn has_joined(&self) -> bool;
+
+    /// As [`Store::flush`], and brings `writes` to stable storage, too. None of them is in the file before all that was written
+    /// earlier is on stable storage; all of them are when this returns.
+    ///
+    /// # Errors
+    /// As [`Store::flush`], or a host that cannot write.
+    fn commit(&self, writes: &[(HostOffset, Vec<u8>)]) -> io::Result<()>;
+
+    /// Takes the file out of the log: it has all that was written, on stable storage, and recovery does not touch it.
+    ///
+    /// # Errors
+    /// A host or a log that failed: what the log has of the file stays there.
+    fn leave(&self) -> io::Result<()>;
+}
+
 /// What only a file or a device of this host can do.
 pub trait LocalFile {
     /// The descriptor below, when a [`Ring`] may read and write it directly with the same effect.
@@ -246,6 +280,11 @@ pub trait LocalFile {
     /// Asks the host to begin writing out a range that it has in memory only. A wish: nothing waits for it or is told of what
     /// becomes of it, and only [`Store::flush`] says what is on stable storage.
     fn begin_write_out(&self, _at: HostOffset, _len: u64) {}
+
+    /// The log that makes its flushes durable, if there is one. Then no ring may flush it.
+    fn log(&self) -> Option<&dyn Logged> {
+        None
+    }
 
     /// A flush begins, by [`Store::flush`] or a ring: the bytes written through the host's page cache since the last one
     /// began, which is the most that it has to write out.
