@@ -27,7 +27,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use vmstrata_qcow2::{Header, L2Entry, RawEntry};
-use vmstrata_store::{FileIdentity, OpenStore, Store};
+use vmstrata_store::{FileIdentity, LocalFile, Logged, OpenStore, Store};
 use vmstrata_types::{GuestOffset, HostOffset, LayerIndex};
 
 use crate::alloc::{Allocated, Allocator};
@@ -63,6 +63,8 @@ pub(crate) struct Active {
     pub(crate) changes: Changes,
     /// Autoclear bits that stay set: of structures that are right although we write.
     pub(crate) autoclear: u64,
+    /// The other feature bits of the header, incompatible and compatible ones.
+    pub(crate) features: [u64; 2],
     /// Present while others read the tables from the file, which a merge writes.
     pub(crate) tables_lock: Option<TablesLock>,
     owner: Owner,
@@ -115,6 +117,7 @@ impl Active {
             alloc,
             changes: Changes::new(header.cluster_bits),
             autoclear: 0,
+            features: [header.incompatible.bits(), header.compatible.bits()],
             tables_lock: None,
             owner,
             cache,
@@ -448,25 +451,45 @@ impl CommitTarget for Active {
 
     fn write_entries(&self, entries: &BTreeMap<Slot, RawEntry>) -> Result<()> {
         let _whole = self.tables_lock.as_ref().map(|lock| lock.write());
-        let mut run: Vec<u8> = Vec::new();
-        let mut run_at = HostOffset::ZERO;
-        let write = |run: &mut Vec<u8>, at: HostOffset| -> Result<()> {
-            if !run.is_empty() {
-                let written = self.store.write_all(run, at).while_trying("write table entries");
-                written.map_err(|error| error.at(at).in_file(&self.path))?;
-                run.clear();
-            }
-            Ok(())
-        };
+        for (at, run) in self.runs_of(entries)? {
+            let written = self.store.write_all(&run, at).while_trying("write table entries");
+            written.map_err(|error| error.at(at).in_file(&self.path))?;
+        }
+        Ok(())
+    }
+
+    fn commit_to_log(&self, entries: &BTreeMap<Slot, RawEntry>) -> Result<bool> {
+        let Some(log) = self.log().filter(|log| log.has_joined()) else { return Ok(false) };
+        let runs = self.runs_of(entries)?;
+        let _whole = self.tables_lock.as_ref().map(|lock| lock.write());
+        let committed = self.flusher.flush_by(|_| log.commit(&runs));
+        committed.while_trying("flush to the flush log").map_err(|error| error.in_file(&self.path))?;
+        Ok(true)
+    }
+}
+
+impl Active {
+    /// The log that may make flushes of the file durable.
+    pub(crate) fn log(&self) -> Option<&dyn Logged> {
+        self.store.local().and_then(LocalFile::log)
+    }
+
+    /// Entries as they lie in the image, those side by side in one piece.
+    fn runs_of(&self, entries: &BTreeMap<Slot, RawEntry>) -> Result<Vec<(HostOffset, Vec<u8>)>> {
+        let mut runs: Vec<(HostOffset, Vec<u8>)> = Vec::new();
         for (&slot, &raw) in entries {
             let at = self.place_of(slot)?;
-            if run_at + run.len() as u64 != at {
-                write(&mut run, run_at)?;
-                run_at = at;
+            let joins = |(start, run): &&mut (HostOffset, Vec<u8>)| *start + run.len() as u64 == at;
+            match runs.last_mut().filter(joins) {
+                Some((_, run)) => self.tables.entries.put_raw(raw, run),
+                None => {
+                    let mut run = Vec::new();
+                    self.tables.entries.put_raw(raw, &mut run);
+                    runs.push((at, run));
+                }
             }
-            self.tables.entries.put_raw(raw, &mut run);
         }
-        write(&mut run, run_at)
+        Ok(runs)
     }
 }
 

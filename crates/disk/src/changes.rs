@@ -4,6 +4,7 @@
 //!   write: data ──► noted ──► visible to lookups ──► recorded in the journal ──► request completes
 //!   commit:  flush ──► write L1 and L2 entries ──► flush ──► freed clusters may be reclaimed
 //!            data and refcounts                    tables
+//!       or:  one record of a log, of data, refcounts and entries ──► write the entries
 //! ```
 //!
 //! The first flush puts everything that noted changes refer to on stable storage: data, copied-up bytes, new L2
@@ -113,6 +114,11 @@ pub(crate) trait CommitTarget {
     fn flush(&self) -> Result<()>;
     /// Writes raw entries, given in ascending order.
     fn write_entries(&self, entries: &BTreeMap<Slot, RawEntry>) -> Result<()>;
+    /// Where a log makes flushes durable: brings everything written so far, and these entries, to stable storage. They are written
+    /// once all is there. False without a log.
+    fn commit_to_log(&self, _entries: &BTreeMap<Slot, RawEntry>) -> Result<bool> {
+        Ok(false)
+    }
 }
 
 impl Changes {
@@ -291,11 +297,15 @@ impl Changes {
 
     fn commit_open(&self, target: &impl CommitTarget) -> Result<()> {
         if self.begin()? {
+            // Lookups that miss the cache go on finding the entries until they are in the image.
+            let closing = Arc::clone(&self.state.lock().closing);
+            if target.commit_to_log(&closing.entries)? {
+                self.end();
+                return Ok(());
+            }
             if !Planted::SwappedFlush.is_there() {
                 target.flush()?;
             }
-            // Lookups that miss the cache go on finding the entries until they are in the image.
-            let closing = Arc::clone(&self.state.lock().closing);
             target.write_entries(&closing.entries)?;
             if !Planted::MissingFlush.is_there() {
                 target.flush()?;

@@ -39,12 +39,17 @@ impl Flusher {
     /// # Errors
     /// The host's failure; after it, every call fails.
     pub(crate) fn flush(&self) -> io::Result<()> {
+        self.flush_by(|store| store.flush())
+    }
+
+    /// As [`Flusher::flush`], by other means.
+    pub(crate) fn flush_by(&self, flush: impl FnOnce(&dyn Store) -> io::Result<()>) -> io::Result<()> {
         let mut state = self.state.lock();
         self.ended.wait_while(&mut state, |state| matches!(state, State::Claimed));
         if let State::Failed(why) = &*state {
             return Err(io::Error::other(format!("an earlier flush of this file failed: {why}")));
         }
-        let flushed = self.store.flush();
+        let flushed = flush(&*self.store);
         if let Err(error) = &flushed {
             *state = State::Failed(error.to_string());
         }

@@ -201,7 +201,8 @@ impl Layers {
             Top::Qcow2(active) if active.changes.is_empty() => (&active.file, &active.flusher),
             Top::Qcow2(_) | Top::Frozen => return None,
         };
-        let is_all = self.before.is_none() && file.ring_alignment().is_some();
+        let is_logged = file.local().and_then(LocalFile::log).is_some_and(|log| log.has_joined());
+        let is_all = self.before.is_none() && file.ring_alignment().is_some() && !is_logged;
         is_all.then(|| Some((Arc::clone(file), flusher.try_claim()?)))?
     }
 

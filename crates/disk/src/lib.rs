@@ -20,6 +20,7 @@
 //! | `active`, `alloc`, `changes`, `journal`, `epoch`, `blocks` | the layer that is written, and the order of its writes |
 //! | `head`, `chain`, `loading`, `layer`, `opener`, [`resources`](Resources) | files: found, checked, shared, bounded |
 //! | `refs` | who else needs a file |
+//! | [`logged`](open_logged) | images that a flush log is brought into |
 //! | [`frozen`](FrozenLayer) | tables of frozen layers, for those who compare and copy states |
 //! | [`mod@merge`], `merging` | dropping layers from a chain |
 //! | [`snapshot`], `snapshots` | taking, finding and going back to states of a disk, as files |
@@ -62,6 +63,7 @@ mod layer;
 mod layers;
 mod levels;
 mod loading;
+mod logged;
 mod maintenance;
 mod map;
 pub mod merge;
@@ -105,6 +107,7 @@ pub use frozen::{FrozenChain, FrozenLayer};
 pub use journal::Slot;
 pub use layer::Format;
 pub use layers::LayerInfo;
+pub use logged::open_logged;
 pub use names::{REPOSITORY, SIDECAR, is_published, unfinished_copy};
 pub use observer::{Durability, IoObserver, WhenDurable};
 pub use opener::{LocalFiles, Opened, Opener, Role, directory_of};

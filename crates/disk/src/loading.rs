@@ -27,6 +27,8 @@ pub(crate) struct Chain {
     pub(crate) below: Vec<Arc<Layer>>,
     /// Whether a process was killed while it made the layer below the top a frozen one.
     pub(crate) unfinished: bool,
+    /// Whether a flush log may have flushed writes of one of them.
+    pub(crate) behind_log: bool,
     /// Of the newest layer that has one, or of one below it.
     pub(crate) index: Option<Arc<Index>>,
     /// Whether a layer above that had an index that does not hold any more, or has none.
@@ -55,11 +57,13 @@ fn read_once(path: &Path, options: &OpenOptions, resources: &Resources) -> Resul
     let mut search = Search::new(&top, options, resources.doubted(), opener)?;
     let mut index = if options.read_only { search.ask(&top) } else { None };
     let (mut unfinished, mut newest, mut above) = (None, None, Vec::new());
+    let mut behind_log = top.is_behind_log();
     // Of a disk's own index, the disk itself is the last layer.
     let mut indexed = index.as_ref().map_or(0, |index| index.layers().len() - 1);
     if index.is_none() {
         above = walk_below(path, &top, options, Role::Frozen, &**opener, |layer| {
             unfinished.get_or_insert(layer.is_in_session());
+            behind_log |= layer.is_behind_log();
             index = search.ask(&layer);
             let layer = freeze(layer, resources);
             if index.is_some() {
@@ -79,7 +83,7 @@ fn read_once(path: &Path, options: &OpenOptions, resources: &Resources) -> Resul
     let below: Vec<Arc<Layer>> =
         known.map(|layer| resources.share_layer(layer.layer())).chain(newest).chain(above).collect();
     borders::hold(path, &below, resources.files())?;
-    Ok(Chain { top, below, unfinished: unfinished.unwrap_or(false), index, lost_index })
+    Ok(Chain { top, below, unfinished: unfinished.unwrap_or(false), behind_log, index, lost_index })
 }
 
 /// How often a path may lead to another file than it did when that was opened.

@@ -1,24 +1,32 @@
 //! Session numbers: which process writes an image, and whether it left a journal in this boot.
 //!
 //! ```text
-//!   autoclear bits   63   62                32   31    30            16   15 .. 1     0
-//!                  ┌────┬────────────────────┬───────┬─────────────────┬─────────┬─────────┐
-//!                  │ 1  │ drawn anew         │ index │ tag of the boot │ 0       │ bitmaps │
-//!                  └────┴────────────────────┴───────┴─────────────────┴─────────┴─────────┘
+//!   autoclear bits   63   62                32   31    30            16   15            1     0
+//!                  ┌────┬────────────────────┬───────┬─────────────────┬─────────────────┬─────────┐
+//!                  │ 1  │ drawn anew         │ index │ tag of the boot │ tag of the log  │ bitmaps │
+//!                  └────┴────────────────────┴───────┴─────────────────┴─────────────────┴─────────┘
 //! ```
 //!
 //! Every stock writer clears autoclear bits that it does not know, so an image that still holds a number was written by
-//! nobody else since. The tag is 0 for a session without a journal.
+//! nobody else since. The tag of the boot is 0 for a session without a journal, that of the log for one without a flush log.
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::io;
 
 /// The autoclear bits of a session number.
 pub(crate) const SESSION_MASK: u64 = 0xFFFF_FFFF_7FFF_0000;
+/// Those that tell the flush log that has flushed writes of the image.
+pub(crate) const LOG_MASK: u64 = 0xFFFE;
+const LOG_SHIFT: u32 = 1;
 const IN_USE: u64 = 1 << 63;
 const DRAWN: u64 = 0x7FFF_FFFF << 32;
 const TAG_SHIFT: u32 = 16;
 const TAG_MAX: u64 = 0x7FFF;
+
+/// The bits for a log's tag.
+pub(crate) fn bits_of_log(tag: u64) -> u64 {
+    tag << LOG_SHIFT & LOG_MASK
+}
 
 /// The kernel's name for this boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,5 +74,7 @@ mod tests {
         assert!(here.has_journal(session) && !elsewhere.has_journal(session));
         assert!(!here.has_journal(new_session()) && !here.has_journal(0));
         assert_eq!((session | new_session()) & !SESSION_MASK, 0, "bits of others are left alone");
+        assert_eq!((bits_of_log(1), bits_of_log(0x7FFF)), (2, LOG_MASK));
+        assert_eq!(LOG_MASK & (SESSION_MASK | 1), 0);
     }
 }

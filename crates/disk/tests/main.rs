@@ -13,6 +13,7 @@ mod create_stock;
 mod detect_zeroes;
 mod durability;
 mod faults;
+mod flush_log;
 mod full_host;
 mod full_host_leaks;
 mod history;

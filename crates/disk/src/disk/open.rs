@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use vmstrata_check::{Options as CheckOptions, Repair, Report, check};
 use vmstrata_qcow2::bitmap::BitmapsExtension;
+use vmstrata_qcow2::header::field;
 use vmstrata_qcow2::{Autoclear, Incompatible};
 use vmstrata_store::{CacheMode, Gate, LocalFile, Store};
-use vmstrata_types::LayerIndex;
+use vmstrata_types::{HostOffset, LayerIndex};
 
 use crate::active::Active;
-use crate::active::session::{FEATURES_SINCE, leave_clean, write_session};
+use crate::active::session::{FEATURES_SINCE, join_log, leave_clean, write_session};
 use crate::chain::{
     OpenOptions, Qcow2Head, Top as OpenTop, Unflushed, check_state_at, open_layer, read_head,
 };
@@ -22,7 +23,7 @@ use crate::loading::{Chain, freeze, read_chain};
 use crate::names::leads_to_own_repository;
 use crate::opener::{Opener, Role};
 use crate::resources::Resources;
-use crate::session::{BootId, SESSION_MASK, new_session};
+use crate::session::{BootId, LOG_MASK, SESSION_MASK, bits_of_log, new_session};
 
 /// Opens the layers of the chain whose active layer is `path`. Returns also whether the chain had an index that did not hold any more.
 ///
@@ -37,6 +38,9 @@ pub(super) fn open_layers(
     let mut chain = read_chain(path, options, resources)
         .or_else(|error| check_state_at(path, &**resources.files().opener()).and(Err(error)))?;
     chain.top.check_state()?;
+    if chain.behind_log && options.read_only {
+        return Err(in_file(ErrorKind::BehindLog.into()));
+    }
     if chain.unfinished && !options.read_only {
         finish_snapshot(chain, (options.cache, options.unflushed), resources)?;
         chain = read_chain(path, options, resources)?;
@@ -92,7 +96,8 @@ pub(crate) fn open_top(
         return Ok(Top::Raw(RawTop::new(path, opened, guard)));
     };
     let in_file = |error: Error| error.in_file(&path);
-    let head = repaired(head, &opened.store).map_err(in_file)?;
+    let head =
+        whole_by_log(head, &*opened.store).and_then(|head| repaired(head, &opened.store)).map_err(in_file)?;
     let header = &head.header;
     let (cluster, block) =
         (header.cluster_bits.size(), opened.store.local().map_or(1, LocalFile::raw_alignment));
@@ -131,6 +136,7 @@ pub(crate) fn open_top(
         active = Arc::new(again);
     }
     write_session(&active, new).map_err(in_file)?;
+    join_log(&active, new);
     active.changes.use_journal(journal);
     Ok(Top::Qcow2(active))
 }
@@ -247,6 +253,28 @@ fn free_leaks(active: &Active) -> bool {
         }
     }
     true
+}
+
+/// Takes the mark off an image that a process left behind the log that is open now: before that was open, all that it had was brought
+/// into the image.
+///
+/// # Errors
+/// [`ErrorKind::BehindLog`] where it is another log, or none.
+fn whole_by_log(head: Qcow2Head, store: &dyn Store) -> Result<Qcow2Head> {
+    let bits = head.header.autoclear.bits();
+    if bits & LOG_MASK == 0 {
+        return Ok(head);
+    }
+    let log = store.local().and_then(LocalFile::log).map(|log| bits_of_log(log.tag()));
+    if log != Some(bits & LOG_MASK) {
+        return Err(ErrorKind::BehindLog.into());
+    }
+    let incompatible = head.header.incompatible & !Incompatible::CORRUPT;
+    let words = [incompatible.bits(), head.header.compatible.bits(), bits & !LOG_MASK];
+    let at = HostOffset::new(field::INCOMPATIBLE);
+    let written = store.write_all(words.map(u64::to_be_bytes).as_flattened(), at);
+    written.and_then(|()| store.flush()).while_trying("write the header").map_err(|error| error.at(at))?;
+    read_head(store, store.len().while_trying("read the file's length")?)
 }
 
 /// Refuses an image marked corrupt; repairs one whose refcounts were left behind.

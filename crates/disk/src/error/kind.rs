@@ -248,6 +248,19 @@ pub enum ErrorKind {
         /// The directory of the journal.
         dir: std::path::PathBuf,
     },
+    /// An image of which a flush log has flushed writes, and that log is not the one that is open, if any is.
+    #[error(
+        "a flush log has flushed writes of it: start the server that uses that log (`--flush-log`), which brings them into the image; if the log is lost, `vmstrata check --repair=all --discard-unflushed` makes the image usable without them"
+    )]
+    BehindLog,
+    /// A file that is to be brought what a flush log has of it.
+    #[error(
+        "it is not what it was when its writes went to the flush log: {what}; put it back as it was, or move the log away to start without what it has"
+    )]
+    NotAsLogged {
+        /// What is different.
+        what: &'static str,
+    },
     /// A repair that would destroy the unflushed writes of a killed process.
     #[error(
         "its last writer was killed, and its unflushed writes cannot be taken up before the repair: {source}; put that right, or repair without them (`--discard-unflushed`)"

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::index::is_link_stale;
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Opened, Opener as _, Role};
-use crate::session::SESSION_MASK;
+use crate::session::{LOG_MASK, SESSION_MASK};
 
 /// A file as it was found.
 #[derive(Debug)]
@@ -68,6 +68,11 @@ impl ImageHead {
     /// Only vmstrata leaves this mark; an image that QEMU did not close has none unless its refcounts are lazy.
     pub fn is_in_session(&self) -> bool {
         self.header.autoclear.intersects(Autoclear::from_bits_retain(SESSION_MASK))
+    }
+
+    /// Whether a flush log may have flushed writes of the image, which is marked corrupt for that.
+    pub fn is_behind_log(&self) -> bool {
+        self.header.autoclear.intersects(Autoclear::from_bits_retain(LOG_MASK))
     }
 }
 

@@ -66,7 +66,7 @@ impl Below {
         let header: Option<&Header> = file.head.as_ref().map(|head| &head.header);
         let like = CreateOptions::new(file.size);
         let has = |bit| header.is_some_and(|header| header.incompatible.contains(bit));
-        if has(Incompatible::CORRUPT) {
+        if has(Incompatible::CORRUPT) && !file.is_behind_log() {
             return Err(ErrorKind::MarkedCorrupt.into());
         }
         Ok(Self {

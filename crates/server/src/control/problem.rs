@@ -195,6 +195,7 @@ fn classify_engine(error: &vmstrata_disk::Error) -> (u16, &'static str) {
         | ErrorKind::Changed => (422, "damaged"),
         ErrorKind::Loop { .. } | ErrorKind::TooLong | ErrorKind::TooLarge { .. } => (422, "chain"),
         ErrorKind::ReadOnly | ErrorKind::Published | ErrorKind::TieredPath => (409, "read-only"),
+        ErrorKind::BehindLog => (409, "behind-log"),
         ErrorKind::IsBase { .. } => (409, "stood-on"),
         ErrorKind::Failed { .. } => (500, "failed"),
         ErrorKind::Closed => (409, "busy"),
