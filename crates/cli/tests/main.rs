@@ -10,6 +10,7 @@ mod control;
 mod control_hostile;
 mod create;
 mod diff;
+mod flush_log;
 mod gc;
 #[cfg(feature = "hdfs")]
 #[path = "../../repo/tests/hdfs/mod.rs"]

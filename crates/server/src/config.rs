@@ -124,6 +124,8 @@ pub struct Settings {
     pub tier_cache_bytes: Option<u64>,
     /// Bytes a second that tiered disks ship together.
     pub tier_rate: Option<NonZeroU64>,
+    /// The file that makes the flushes of all disks durable.
+    pub flush_log: Option<PathBuf>,
     /// Where volatile journals go.
     pub runtime_dir: Option<PathBuf>,
     /// Where the server is controlled.
@@ -172,6 +174,7 @@ impl Settings {
             workers: self.workers.or(others.workers),
             tier_cache_bytes: self.tier_cache_bytes.or(others.tier_cache_bytes),
             tier_rate: self.tier_rate.or(others.tier_rate),
+            flush_log: self.flush_log.or(others.flush_log),
             runtime_dir: self.runtime_dir.or(others.runtime_dir),
             control: self.control.or(others.control),
             metrics: self.metrics.or(others.metrics),
@@ -198,6 +201,7 @@ impl Settings {
                 tier_cache_bytes: self.tier_cache_bytes,
                 tier_rate: self.tier_rate,
             },
+            flush_log: self.flush_log,
             runtime_dir: self.runtime_dir,
             forget_added: false,
             discard_unflushed: false,

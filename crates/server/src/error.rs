@@ -18,6 +18,9 @@ pub enum Error {
     /// The engine refused or failed.
     #[error(transparent)]
     Disk(#[from] vmstrata_disk::Error),
+    /// The flush log cannot be used, or brought into the images.
+    #[error(transparent)]
+    FlushLog(#[from] vmstrata_flushlog::LogError),
     /// The engine of tiered disks refused or failed.
     #[error(transparent)]
     Tier(#[from] vmstrata_tier::Error),

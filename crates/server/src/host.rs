@@ -37,9 +37,10 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::{Notify, broadcast};
 use vmstrata_api::Event;
-use vmstrata_disk::{Disk, ResourceOptions, Resources};
+use vmstrata_disk::{Disk, Opener, ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
+use vmstrata_flushlog::FlushLog;
 use vmstrata_migrate::Report;
 use vmstrata_tier::{CachedFiles, Tiered, Wire};
 
@@ -56,6 +57,7 @@ use self::users::Users;
 use crate::agent::Guards;
 use crate::audit::Audit;
 use crate::error::Error;
+use crate::flush_log::{self, LoggedFiles};
 use crate::jobs::Jobs;
 use crate::options::Options;
 use crate::saved::{SavedFile, SavedState};
@@ -73,6 +75,8 @@ pub struct Host {
     /// Itself, for work that goes on by itself.
     me: Weak<Self>,
     resources: Arc<Resources>,
+    /// What makes the disks' flushes durable, if their own files do not.
+    flush_log: Option<Arc<FlushLog>>,
     caches: Caches,
     /// What tiered disks ship over.
     wire: Arc<Wire>,
@@ -227,8 +231,13 @@ impl Host {
     pub(crate) fn new(options: &Options, runtime_dir: PathBuf) -> Result<Arc<Self>, Error> {
         let guards = Guards::new(&runtime_dir, options.thaw_guard.clone());
         let files = Arc::<CachedFiles>::default();
-        let (resources, limits) =
-            options.resources(runtime_dir, Arc::new(vmstrata_nbd::Files::new(files.clone())))?;
+        let opener: Arc<dyn Opener> = Arc::new(vmstrata_nbd::Files::new(files.clone()));
+        let flush_log = options.flush_log.as_deref().map(flush_log::open).transpose()?;
+        let opener = match &flush_log {
+            Some(log) => LoggedFiles::over(opener, log),
+            None => opener,
+        };
+        let (resources, limits) = options.resources(runtime_dir, opener)?;
         let events = broadcast::Sender::new(EVENTS_KEPT);
         let audit = Audit::new(events.clone(), options.audit.as_deref())?;
         let due = Arc::<Due>::default();
@@ -236,6 +245,7 @@ impl Host {
         Ok(Arc::new_cyclic(|me| Self {
             me: me.clone(),
             resources,
+            flush_log,
             caches: Caches::new(files, options.limits.tier_cache_bytes),
             wire: Arc::new(Wire::new(options.limits.tier_rate)),
             limits,
@@ -338,7 +348,7 @@ impl Host {
         }
         let names: Vec<String> = open.into_iter().map(|name| format!("'{name}'")).collect();
         if names.is_empty() {
-            Ok(())
+            self.flush_log.iter().try_for_each(|log| flush_log::close(log))
         } else {
             Err(Error::NotEnded { what: format!("disk {}", names.join(", ")) })
         }

@@ -14,6 +14,7 @@
 //! | `saved` | what was added to a running server, for its successor |
 //! | `audit` | who changed what |
 //! | `agent` | guests that stand still for a snapshot |
+//! | `flush_log` | the log that makes the disks' flushes durable |
 //! | `control` | HTTP on a unix socket: routes, problems, the OpenAPI document |
 //! | `run`, `preflight`, `shutdown`, `notify`, `limits`, `runtime_dir` | the process around them |
 //!
@@ -27,6 +28,7 @@ mod audit;
 pub mod config;
 mod control;
 mod error;
+mod flush_log;
 pub mod host;
 mod jobs;
 mod limits;

@@ -42,6 +42,8 @@ pub struct Options {
     pub allow_backing: Vec<PathBuf>,
     /// Limits of what all disks share.
     pub limits: Limits,
+    /// The file that makes the flushes of all disks durable.
+    pub flush_log: Option<PathBuf>,
     /// Where volatile journals go; `None` for the user's default.
     pub runtime_dir: Option<PathBuf>,
     /// A descriptor to write `READY=1` to.

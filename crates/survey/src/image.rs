@@ -112,7 +112,7 @@ impl Qcow2Facts {
             cluster_bits: header.cluster_bits,
             internal_snapshots: header.snapshot_count,
             marked_dirty: header.incompatible.contains(Incompatible::DIRTY),
-            marked_corrupt: header.incompatible.contains(Incompatible::CORRUPT),
+            marked_corrupt: header.incompatible.contains(Incompatible::CORRUPT) && !head.is_behind_log(),
             in_session: head.is_in_session(),
             backing_name: head.backing.as_ref().map(|backing| backing.name.to_string_lossy().into_owned()),
             below,

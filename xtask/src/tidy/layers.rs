@@ -47,6 +47,7 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-types",
             "vmstrata-qcow2",
             "vmstrata-store",
+            "vmstrata-flushlog",
             "vmstrata-disk",
             "vmstrata-export",
             "vmstrata-memory",

@@ -146,6 +146,10 @@ pub struct ResourceArgs {
     /// limit]
     #[arg(long, value_name = "SIZE", value_parser = parse_tier_rate)]
     pub tier_rate: Option<NonZeroU64>,
+    /// Make the flushes of all disks durable by one write and one sync of this file, which is made with 256M, or is a device: for
+    /// guests that flush often. Images are private to this server until it has ended
+    #[arg(long, value_name = "PATH")]
+    pub flush_log: Option<PathBuf>,
     /// Where volatile journals go: memory-backed, kept over a restart of the server
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]
@@ -220,6 +224,7 @@ impl ServeArgs {
             workers: self.resources.workers.map(|workers| workers as usize),
             tier_cache_bytes: self.resources.tier_cache,
             tier_rate: self.resources.tier_rate,
+            flush_log: self.resources.flush_log.clone(),
             runtime_dir: self.resources.runtime_dir.clone(),
             control,
             metrics: self.metrics,
