@@ -19,7 +19,7 @@ use crate::journal::{Found, Slot, Subject, look};
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Opened, Opener as _, Role};
 use crate::resources::{ResourceOptions, Resources};
-use crate::session::{BootId, LOG_MASK, SESSION_MASK};
+use crate::session::{BootId, SESSION_MASK, log_in};
 
 /// How to check a file.
 #[derive(Clone, Debug, Default)]
@@ -94,7 +94,7 @@ fn pending(opened: &Opened, options: &CheckOptions) -> Result<Option<Pending>> {
     if session == 0 || head.header.version < FEATURES_SINCE || options.force_share {
         return Ok(None);
     }
-    if head.header.autoclear.bits() & LOG_MASK != 0 {
+    if log_in(head.header.autoclear.bits()) != 0 {
         return Ok(Some(Pending { clusters: None }));
     }
     let boot = BootId::now().while_trying("read the kernel's boot id")?;
@@ -150,7 +150,8 @@ fn end_session(path: &Path) -> Result<()> {
     let end = || {
         let mut bits = [0; 8];
         store.read_exact(&mut bits, at)?;
-        store.write_all(&(u64::from_be_bytes(bits) & !(SESSION_MASK | LOG_MASK)).to_be_bytes(), at)?;
+        let bits = u64::from_be_bytes(bits);
+        store.write_all(&(bits & !(SESSION_MASK | log_in(bits))).to_be_bytes(), at)?;
         store.flush()
     };
     end().while_trying("write the header").map_err(|error| error.at(at).in_file(path))

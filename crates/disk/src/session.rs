@@ -15,7 +15,8 @@ use std::io;
 
 /// The autoclear bits of a session number.
 pub(crate) const SESSION_MASK: u64 = 0xFFFF_FFFF_7FFF_0000;
-/// Those that tell the flush log that has flushed writes of the image.
+/// Those that tell the flush log that has flushed writes of the image, while it has a session number. Else they are others': bit 1 tells of
+/// raw external data.
 pub(crate) const LOG_MASK: u64 = 0xFFFE;
 const LOG_SHIFT: u32 = 1;
 const IN_USE: u64 = 1 << 63;
@@ -26,6 +27,11 @@ const TAG_MAX: u64 = 0x7FFF;
 /// The bits for a log's tag.
 pub(crate) fn bits_of_log(tag: u64) -> u64 {
     tag << LOG_SHIFT & LOG_MASK
+}
+
+/// The bits of a log in these of an image; 0 if it is behind none.
+pub(crate) fn log_in(autoclear: u64) -> u64 {
+    if autoclear & IN_USE == 0 { 0 } else { autoclear & LOG_MASK }
 }
 
 /// The kernel's name for this boot.
@@ -76,5 +82,6 @@ mod tests {
         assert_eq!((session | new_session()) & !SESSION_MASK, 0, "bits of others are left alone");
         assert_eq!((bits_of_log(1), bits_of_log(0x7FFF)), (2, LOG_MASK));
         assert_eq!(LOG_MASK & (SESSION_MASK | 1), 0);
+        assert_eq!((log_in(session | 2), log_in(session | 1), log_in(3)), (2, 0, 0));
     }
 }

@@ -10,7 +10,7 @@ use crate::head::{Qcow2Head, has_magic, probe, raw_size, read_head};
 use crate::json_name::Described;
 use crate::layer::Format;
 use crate::opener::{Opened, Opener, Role};
-use crate::session::{LOG_MASK, SESSION_MASK};
+use crate::session::{SESSION_MASK, log_in};
 use crate::window::{Window, part_of};
 
 /// The open file on top of a chain.
@@ -36,7 +36,7 @@ impl Top {
 
     /// Whether a flush log may have flushed writes of it.
     pub(crate) fn is_behind_log(&self) -> bool {
-        self.head.as_ref().is_some_and(|head| head.header.autoclear.bits() & LOG_MASK != 0)
+        self.head.as_ref().is_some_and(|head| log_in(head.header.autoclear.bits()) != 0)
     }
 
     /// Refuses a layer as a state of a disk whose own content is partly overwritten by that of the layers above it, because it is

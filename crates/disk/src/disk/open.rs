@@ -23,7 +23,7 @@ use crate::loading::{Chain, freeze, read_chain};
 use crate::names::leads_to_own_repository;
 use crate::opener::{Opener, Role};
 use crate::resources::Resources;
-use crate::session::{BootId, LOG_MASK, SESSION_MASK, bits_of_log, new_session};
+use crate::session::{BootId, LOG_MASK, SESSION_MASK, bits_of_log, log_in, new_session};
 
 /// Opens the layers of the chain whose active layer is `path`. Returns also whether the chain had an index that did not hold any more.
 ///
@@ -262,11 +262,11 @@ fn free_leaks(active: &Active) -> bool {
 /// [`ErrorKind::BehindLog`] where it is another log, or none.
 fn whole_by_log(head: Qcow2Head, store: &dyn Store) -> Result<Qcow2Head> {
     let bits = head.header.autoclear.bits();
-    if bits & LOG_MASK == 0 {
+    if log_in(bits) == 0 {
         return Ok(head);
     }
     let log = store.local().and_then(LocalFile::log).map(|log| bits_of_log(log.tag()));
-    if log != Some(bits & LOG_MASK) {
+    if log != Some(log_in(bits)) {
         return Err(ErrorKind::BehindLog.into());
     }
     let incompatible = head.header.incompatible & !Incompatible::CORRUPT;

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::index::is_link_stale;
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Opened, Opener as _, Role};
-use crate::session::{LOG_MASK, SESSION_MASK};
+use crate::session::{SESSION_MASK, log_in};
 
 /// A file as it was found.
 #[derive(Debug)]
@@ -72,7 +72,7 @@ impl ImageHead {
 
     /// Whether a flush log may have flushed writes of the image, which is marked corrupt for that.
     pub fn is_behind_log(&self) -> bool {
-        self.header.autoclear.intersects(Autoclear::from_bits_retain(LOG_MASK))
+        log_in(self.header.autoclear.bits()) != 0
     }
 }
 
