@@ -35,7 +35,7 @@ fn a_killed_server_goes_on_with_all_that_completed_and_an_ended_one_leaves_clean
     io(&server, "web", &["write -P 97 6M 4k", "flush"]);
     let runtime = server.crash();
 
-    // Nobody takes an image whose truth may be in the log.
+    // Stock tools and a server without the log refuse the image.
     let said = stderr(&tool("qemu-io", ["-c", "write 0 512", &disks[1]]));
     assert!(said.contains("corrupt"), "{said}");
     let said = run_err(1, ["serve", "--no-control", "--disk", &db, "--nbd", &nbd]);

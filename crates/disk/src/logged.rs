@@ -14,7 +14,7 @@ use crate::opener::{LocalFiles, Opener as _, Role};
 use crate::session::{LOG_MASK, SESSION_MASK};
 
 /// Opens the image with this inode for writing. A snapshot may have given it another name than `path`, beside it. Its header has one of
-/// `marks`: as every stock tool that writes it clears them, and every opening draws another, nobody has written it since.
+/// `marks`. A stock tool that writes the image clears them, and each opening draws another: so no program has written it since.
 ///
 /// # Errors
 /// [`ErrorKind::NotAsLogged`], or a file that cannot be opened or is in use.

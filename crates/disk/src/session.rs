@@ -8,15 +8,15 @@
 //! ```
 //!
 //! Every stock writer clears autoclear bits that it does not know, so an image that still holds a number was written by
-//! nobody else since. The tag of the boot is 0 for a session without a journal, that of the log for one without a flush log.
+//! nobody else since. Without a journal the tag of the boot is 0; without a flush log the tag of the log is 0.
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::io;
 
 /// The autoclear bits of a session number.
 pub(crate) const SESSION_MASK: u64 = 0xFFFF_FFFF_7FFF_0000;
-/// Those that tell the flush log that has flushed writes of the image, while it has a session number. Else they are others': bit 1 tells of
-/// raw external data.
+/// Those that name the flush log of an image with a session number. Without one they mean what the format says: bit 1 is "raw external
+/// data".
 pub(crate) const LOG_MASK: u64 = 0xFFFE;
 const LOG_SHIFT: u32 = 1;
 const IN_USE: u64 = 1 << 63;

@@ -98,6 +98,10 @@ fn at(offset: Option<u64>) -> String {
 }
 
 impl Error {
+    pub(crate) fn refused(disk: &Path, to: &Path, why: &str) -> Self {
+        Self::Refused { disk: disk.to_owned(), to: to.to_owned(), why: why.to_owned() }
+    }
+
     /// Makes an error of what the host says of a file.
     pub(crate) fn of_file<E: Into<io::Error>>(path: &Path, action: &'static str) -> impl FnOnce(E) -> Self {
         move |source| Self::Io { path: path.to_owned(), action, offset: None, source: source.into() }

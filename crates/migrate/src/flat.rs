@@ -205,7 +205,7 @@ impl FlatMove {
     }
 
     fn refused(&self, why: &str) -> Error {
-        Error::Refused { disk: self.from.clone(), to: self.to.clone(), why: why.to_owned() }
+        Error::refused(&self.from, &self.to, why)
     }
 
     /// Decides what comes after a pass.
@@ -258,9 +258,9 @@ impl FlatMove {
         let state = Arc::clone(state);
         let Some(unreadable) = self.way.switch(&state, self.skips)? else { return self.next_pass() };
         self.let_run();
-        (self.phase, self.whole_ns) = (Phase::Whole, Some(now_ns()));
-        (self.copy, self.pass) = (None, None);
-        self.unreadable.extend(unreadable);
+        (self.phase, self.whole_ns, self.pass) = (Phase::Whole, Some(now_ns()), None);
+        let passed_over = self.copy.take().map(|copy| copy.taken.unreadable);
+        self.unreadable = passed_over.into_iter().flatten().chain(unreadable).collect();
         Ok(())
     }
 }

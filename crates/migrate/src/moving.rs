@@ -200,8 +200,7 @@ impl Moving {
     /// A disk that cannot be moved, a target that is no directory of its own, has not the room, or has other files of these names.
     pub fn begin(disk: &Arc<Disk>, options: &MoveOptions) -> Result<Self> {
         let from = absolute(disk.path())?;
-        let refused =
-            |why: &str| Error::Refused { disk: from.clone(), to: options.to.clone(), why: why.to_owned() };
+        let refused = |why: &str| Error::refused(&from, &options.to, why);
         if options.keep > MoveOptions::KEEP_MAX {
             return Err(refused("source files are kept for 366 days at most"));
         }

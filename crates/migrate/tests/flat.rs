@@ -335,6 +335,43 @@ fn no_failure_of_the_host_loses_what_was_flushed() {
     fail_each_operation(|_, _| {}, begin);
 }
 
+/// A compressed cluster that does not decompress.
+#[test]
+fn what_cannot_be_read_is_passed_over_where_asked_and_told_at_the_end() {
+    const CLUSTER: usize = 64 << 10;
+    const BAD: usize = 5;
+    let dir = scratch();
+    let [raw, path, to] = ["in", "web.qcow2", "web.raw"].map(|name| dir.path().join(name));
+    let mut model: Vec<u8> = (0..16 * CLUSTER).map(|at| (at / CLUSTER + 1) as u8).collect();
+    fs::write(&raw, &model).unwrap();
+    qemu_img(&["convert", "-c", "-f", "raw", "-O", "qcow2", path_str(&raw), path_str(&path)]);
+    let image = fs::read(&path).unwrap();
+    let word = |at: usize| u64::from_be_bytes(image[at..at + 8].try_into().unwrap());
+    let table = word(word(40) as usize) & 0x00FF_FFFF_FFFF_FE00;
+    let entry = word(table as usize + BAD * 8);
+    assert_eq!(entry >> 62, 1, "it is compressed");
+    let file = File::options().write(true).open(&path).unwrap();
+    file.write_all_at(&[0; 64], entry & ((1 << 54) - 1)).unwrap();
+    let disk = open_with(&path, &OpenOptions::default());
+    let moved = |skip_unreadable| -> Result<FlatMove, Error> {
+        let mut moving = FlatMove::begin(&disk, &FlatOptions { skip_unreadable, ..options(&to) })?;
+        while moving.phase() != Phase::Whole {
+            moving.step(256 << 10)?;
+        }
+        Ok(moving)
+    };
+    assert!(matches!(moved(false), Err(Error::Disk(_))));
+    let moving = moved(true).unwrap();
+    let bad = moving.report().unreadable;
+    assert_eq!(bad.iter().map(|bad| bad.len).sum::<u64>(), CLUSTER as u64, "{bad:?}");
+    assert!(bad.iter().all(|bad| bad.offset / CLUSTER as u64 == BAD as u64), "{bad:?}");
+    drop(moving);
+    disk.close().unwrap();
+    drop(disk);
+    model[BAD * CLUSTER..(BAD + 1) * CLUSTER].fill(0);
+    assert_same(&fs::read(&to).unwrap(), &model, 0, "the copy");
+}
+
 #[test]
 fn targets_that_cannot_be_are_refused_by_name() {
     let dir = scratch();

@@ -226,7 +226,7 @@ impl Watch {
         let began = Instant::now();
         let entered = disk.write_gate.quiesce(|| {
             last(self.written.take())?;
-            // That nothing stands on it was made sure of when the caller opened it.
+            // The caller has opened it, which refuses an image that others stand on.
             let open = OpenOptions { force: true, ..options.clone() };
             let (after, _) = open_layers(to, &open, &disk.resources)?;
             if after.size != disk.size() {

@@ -55,7 +55,7 @@ impl FlatMove {
     pub fn begin_back(disk: &Arc<Disk>, options: &BackOptions) -> Result<Self> {
         let from = disk.path().to_owned();
         let to = absolute(&options.to)?;
-        let refused = |why: &str| Error::Refused { disk: from.clone(), to: to.clone(), why: why.to_owned() };
+        let refused = |why: &str| Error::refused(&from, &to, why);
         if to.symlink_metadata().is_ok() {
             return Err(Error::Exists { path: to });
         }
@@ -248,7 +248,7 @@ impl Way for Return {
 
 impl Return {
     fn refused(&self, why: &str) -> Error {
-        Error::Refused { disk: self.from.clone(), to: self.to.clone(), why: why.to_owned() }
+        Error::refused(&self.from, &self.to, why)
     }
 }
 

@@ -44,7 +44,7 @@ impl FlatMove {
     pub fn begin(disk: &Arc<Disk>, options: &FlatOptions) -> Result<Self> {
         let from = absolute(disk.path())?;
         let to = if Uri::is_meant(&options.to) { options.to.clone() } else { absolute(&options.to)? };
-        let refused = |why: &str| Error::Refused { disk: from.clone(), to: to.clone(), why: why.to_owned() };
+        let refused = |why: &str| Error::refused(&from, &to, why);
         if disk.is_read_only() {
             return Err(refused("it is read-only"));
         }
@@ -196,7 +196,7 @@ impl Way for Leave {
 
 impl Leave {
     fn refused(&self, why: &str) -> Error {
-        Error::Refused { disk: self.from.clone(), to: self.to.clone(), why: why.to_owned() }
+        Error::refused(&self.from, &self.to, why)
     }
 
     /// The state below what takes the writes. Its tables are in its files.
