@@ -270,7 +270,7 @@ fn a_guest_goes_on_while_its_disk_comes_back_from_a_stock_nbd_server() {
     while rounds < 3 {
         rounds += 1;
         assert_eq!(ask(&server.control(), "POST", "/v1/jobs", &asked.to_string()).status, 201);
-        std::thread::sleep(Duration::from_millis(200 * rounds));
+        wait_until("it is copied", || host.images.path("old/.web.qcow2.back").exists());
         host.write(&mut guest, &format!("-P {rounds} {rounds}M 64k"));
         guest.kill();
         let runtime = server.crash();
