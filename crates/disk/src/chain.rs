@@ -116,28 +116,32 @@ impl Default for OpenOptions {
     }
 }
 
-/// What the files of a chain are opened for.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Roles {
-    pub(crate) top: Role,
-    pub(crate) below: Role,
-}
-
-/// Follows the chain down from `path`; returns the top and what `keep` makes of each layer below it, base first.
+/// Looks at the files of the chain of the disk at `path`, without locks; returns the top and what `keep` makes of each layer below
+/// it, base first. A merge may take files out of the chain meanwhile: then it is read again.
 ///
 /// # Errors
-/// Any file of the chain that cannot be opened, is not allowed, is locked by a writer, breaks the format, or was
-/// met before.
+/// Any file of the chain that cannot be opened, is not allowed, breaks the format, or was met before; those of `keep`.
 pub(crate) fn walk<T>(
     path: &Path,
     options: &OpenOptions,
-    roles: Roles,
     opener: &dyn Opener,
-    mut keep: impl FnMut(Top) -> T,
+    mut keep: impl FnMut(Top) -> Result<T>,
 ) -> Result<(Top, Vec<T>)> {
-    let top = open_top(path, roles.top, options, opener)?;
-    let below = walk_below(path, &top, options, roles.below, opener, |layer| Some(keep(layer)))?;
-    Ok((top, below))
+    let mut look = || {
+        let top = open_top(path, Role::Inspected, options, opener)?;
+        let keep = |layer| Some(keep(layer)).transpose();
+        let below = walk_below(path, &top, options, Role::Inspected, opener, keep)?;
+        Ok((top, below))
+    };
+    let mut missed = String::new();
+    loop {
+        match look() {
+            Err(error) if Error::is_missing_file(&error) && error.to_string() != missed => {
+                missed = error.to_string()
+            }
+            seen => return seen,
+        }
+    }
 }
 
 /// Follows the chain down from an open `top` until `keep` has seen enough; returns what it made of each layer below the
@@ -148,7 +152,7 @@ pub(crate) fn walk_below<T>(
     options: &OpenOptions,
     role: Role,
     opener: &dyn Opener,
-    mut keep: impl FnMut(Top) -> Option<T>,
+    mut keep: impl FnMut(Top) -> Result<Option<T>>,
 ) -> Result<Vec<T>> {
     let mut met = HashMap::from([(top.opened.identity.file, 0)]);
     let mut below = Vec::new();
@@ -178,7 +182,7 @@ pub(crate) fn walk_below<T>(
             return Err(loops(earlier));
         }
         next = named.below.check(&layer.path, described_backing(&layer.path, layer.head.as_ref())?)?;
-        let Some(kept) = keep(layer) else { break };
+        let Some(kept) = keep(layer)? else { break };
         below.push(kept);
     }
     below.reverse();

@@ -66,6 +66,15 @@ impl Error {
         matches!(self.kind(), ErrorKind::Changed)
     }
 
+    /// Whether there is no such file.
+    pub(crate) fn is_missing_file(&self) -> bool {
+        let source = match self.kind() {
+            ErrorKind::Gate(GateError::Open { source, .. }) | ErrorKind::Io { source, .. } => source,
+            _ => return false,
+        };
+        source.kind() == io::ErrorKind::NotFound
+    }
+
     /// Whether a file is in use in a way that excludes this one.
     pub fn is_lock(&self) -> bool {
         matches!(self.kind(), ErrorKind::File(FileError::Lock(LockError::Conflict { .. })))

@@ -68,9 +68,9 @@ fn read_once(path: &Path, options: &OpenOptions, resources: &Resources) -> Resul
             let layer = freeze(layer, resources);
             if index.is_some() {
                 newest = Some(layer);
-                return None;
+                return Ok(None);
             }
-            Some(layer)
+            Ok(Some(layer))
         })?;
         // The newest that the index answers for is open.
         indexed = index.as_ref().map_or(0, |index| index.layers().len() - 1);

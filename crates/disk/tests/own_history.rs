@@ -2,13 +2,19 @@
 
 use crate::common;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::common::stock::{content, path_str, qemu_img, qemu_io};
 use vmstrata_disk::merge::{
     Direction, Kept, LayerRef, Merge, MergeOptions, MergeRange, Merged, Removal, Selection, ranges_of,
 };
 use vmstrata_disk::snapshot::{self, PrepareOptions, Pruning, RevertOptions, SnapshotInfo, list};
-use vmstrata_disk::{CreateOptions, Error, Format, OpenOptions, ResourceOptions, Resources, create};
+use vmstrata_disk::{
+    CreateOptions, Error, Format, LocalFiles, OpenOptions, Opened, Opener, ResourceOptions, Resources, Role,
+    create, probe_chain,
+};
+use vmstrata_store::Gate;
 use vmstrata_types::LayerIndex;
 
 fn resources() -> std::sync::Arc<Resources> {
@@ -239,4 +245,66 @@ fn the_layer_that_got_the_file_of_a_dropped_one_is_not_meant() {
     };
     Merge::new(&disk, range(0), &down, &resources()).and_then(Merge::run).unwrap();
     assert_eq!(meant.ranges(&disk, &options).unwrap(), []);
+}
+
+/// Local files, of which one is merged away just when it is opened for the first time.
+#[derive(Debug)]
+struct MergedMeanwhile {
+    disk: PathBuf,
+    name: &'static str,
+    /// Whether it can still be opened that time.
+    is_opened: bool,
+    is_done: AtomicBool,
+}
+
+impl Opener for MergedMeanwhile {
+    fn open(&self, path: &Path, role: Role, gate: &Gate) -> Result<Opened, Error> {
+        let is_victim = path.to_str().unwrap().contains(self.name);
+        let merge = || {
+            if is_victim && !self.is_done.swap(true, Ordering::Relaxed) {
+                delete(&self.disk, self.name, &OpenOptions::default()).unwrap();
+            }
+        };
+        if self.is_opened {
+            let opened = LocalFiles.open(path, role, gate);
+            merge();
+            opened
+        } else {
+            merge();
+            LocalFiles.open(path, role, gate)
+        }
+    }
+}
+
+/// Whoever lists a disk that is served does so beside its merges.
+#[test]
+fn a_chain_that_a_merge_shortens_meanwhile_is_read_again() {
+    for is_opened in [false, true] {
+        let dir = common::scratch();
+        let disk = dir.path().join("web.qcow2");
+        new_disk(&disk, None);
+        take(&disk, &["s1", "s2", "s3"]);
+        let opener = || {
+            let (disk, is_done) = (disk.clone(), AtomicBool::new(false));
+            Arc::new(MergedMeanwhile { disk, name: "s2", is_opened, is_done })
+        };
+        let options = OpenOptions { opener: opener(), ..OpenOptions::default() };
+        let expected = seen(&[("s3", true), ("s1", true)]);
+        assert_eq!(names(&disk, &options), expected, "opened: {is_opened}");
+        take(&disk, &["s2"]);
+        let options = OpenOptions { opener: opener(), ..OpenOptions::default() };
+        assert_eq!(probe_chain(&disk, &options).unwrap().len(), 3, "opened: {is_opened}");
+    }
+}
+
+#[test]
+fn a_layer_that_is_missing_for_good_is_named() {
+    let dir = common::scratch();
+    let disk = dir.path().join("web.qcow2");
+    new_disk(&disk, None);
+    take(&disk, &["s1", "s2"]);
+    let layer = list(&disk, &OpenOptions::default()).unwrap().remove(1).layer;
+    std::fs::remove_file(&layer).unwrap();
+    let error = list(&disk, &OpenOptions::default()).unwrap_err().to_string();
+    assert!(error.contains(path_str(&layer)), "{error}");
 }

@@ -16,7 +16,7 @@ use super::load::{Found, load};
 use super::looks::Looks;
 use super::write::{describe, extend};
 use super::{Index, IndexKind, IndexLayer};
-use crate::chain::{OpenOptions, Roles, Top, open_layer, walk};
+use crate::chain::{OpenOptions, Top, open_layer, walk};
 use crate::error::{Error, ErrorKind, IoContext as _, Result};
 use crate::layer::Format;
 use crate::levels::MapPage;
@@ -130,12 +130,11 @@ impl Links {
             format: options.format,
             ..OpenOptions::default()
         };
-        let roles = Roles { top: Role::Inspected, below: Role::Inspected };
         let link = |top: Top| Link {
             format: if top.head.is_some() { Format::Qcow2 } else { Format::Raw },
             path: top.path,
         };
-        let (top, mut links) = walk(path, &open, roles, &*opener, link)?;
+        let (top, mut links) = walk(path, &open, &*opener, |top| Ok(link(top)))?;
         if options.include_top {
             links.push(link(top));
         }

@@ -14,7 +14,7 @@ use vmstrata_qcow2::snapshot::{MAX_TABLE_LEN, Snapshot, parse_table};
 use vmstrata_qcow2::{Autoclear, Header, ParseErrorKind};
 use vmstrata_store::{FileError, FileId, Gate, LocalFile, LockKind, check_free};
 
-use crate::chain::{OpenOptions, Roles, Top, backing_of, open_layer, resolve_name, walk};
+use crate::chain::{OpenOptions, Top, backing_of, open_layer, resolve_name, walk};
 use crate::error::{Error, IoContext as _, Result};
 use crate::layer::Format;
 use crate::opener::{LocalFiles, Role};
@@ -51,9 +51,7 @@ pub struct LayerHead {
 /// # Errors
 /// As [`crate::Disk::open`], but for locks.
 pub fn probe_chain(path: &Path, options: &OpenOptions) -> Result<Vec<LayerHead>> {
-    let roles = Roles { top: Role::Inspected, below: Role::Inspected };
-    let (top, below) = walk(path, options, roles, &*options.opener, head_of)?;
-    let mut heads = below.into_iter().collect::<Result<Vec<_>>>()?;
+    let (top, mut heads) = walk(path, options, &*options.opener, head_of)?;
     heads.push(whole_head_of(top)?);
     Ok(heads)
 }
@@ -72,9 +70,7 @@ pub fn check_locks(path: &Path, options: &OpenOptions, passes: impl Fn(FileId) -
         };
         check_free(fd, &file.path, kind).map_err(|error| FileError::from(error).into())
     };
-    let roles = Roles { top: Role::Inspected, below: Role::Inspected };
-    let (top, below) = walk(path, options, roles, &*options.opener, |layer| check(&layer, LockKind::Frozen))?;
-    below.into_iter().collect::<Result<()>>()?;
+    let (top, _) = walk(path, options, &*options.opener, |layer| check(&layer, LockKind::Frozen))?;
     check(&top, if options.read_only { LockKind::Frozen } else { LockKind::Active })
 }
 

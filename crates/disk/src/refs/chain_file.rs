@@ -7,7 +7,7 @@ use vmstrata_qcow2::{LayerRecord, SnapshotInfo};
 use vmstrata_store::{FileId, Gate};
 
 use super::space::allocated_bytes;
-use crate::chain::{OpenOptions, Roles, Top, open_described, walk};
+use crate::chain::{OpenOptions, Top, open_described, walk};
 use crate::error::{Error, ErrorKind, Result};
 use crate::json_name::{Below, Described};
 use crate::layer::Format;
@@ -109,8 +109,7 @@ pub(crate) fn layers_of_others(chain: &[ChainFile]) -> usize {
 /// # Errors
 /// As [`walk`].
 pub(crate) fn chain_files(disk: &Path, options: &OpenOptions, opener: &dyn Opener) -> Result<Vec<ChainFile>> {
-    let roles = Roles { top: Role::Inspected, below: Role::Inspected };
-    let (top, mut chain) = walk(disk, options, roles, opener, ChainFile::of)?;
+    let (top, mut chain) = walk(disk, options, opener, |layer| Ok(ChainFile::of(layer)))?;
     chain.push(ChainFile::of(top));
     Ok(chain)
 }

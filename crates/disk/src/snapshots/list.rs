@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use vmstrata_qcow2::{LayerRecord, SnapshotInfo, SnapshotInfoError, snapshot_info::is_snapshot_name};
@@ -10,7 +11,7 @@ use vmstrata_store::Gate;
 use vmstrata_store::FileId;
 
 use super::fault::SnapshotFault;
-use crate::chain::{OpenOptions, Roles, Top, is_being_dropped, open_layer, walk};
+use crate::chain::{OpenOptions, Top, is_being_dropped, open_layer, walk};
 use crate::error::{Error, Result};
 use crate::layer::Format;
 use crate::names::disk_name;
@@ -63,9 +64,8 @@ impl Snapshot {
 /// # Errors
 /// As [`crate::probe_chain`].
 pub fn list(path: &Path, options: &OpenOptions) -> Result<Vec<Snapshot>> {
-    let roles = Roles { top: Role::Inspected, below: Role::Inspected };
-    let (top, mut layers) = walk(path, options, roles, &*options.opener, Seen::of)?;
-    layers.push(Seen::of(top));
+    let (top, mut layers) = walk(path, options, &*options.opener, Seen::of)?;
+    layers.push(Seen::of(top)?);
     layers.reverse();
     let (mut origin, mut owner) = (None, None);
     let pairs = layers.windows(2).enumerate();
@@ -96,19 +96,24 @@ struct Seen {
     is_being_dropped: bool,
     /// Its path names more than the layer: it is no snapshot, which has a file of its own.
     is_part: bool,
-    /// Bytes of it may be elsewhere, and so may all of it.
-    is_elsewhere: bool,
+    allocated_bytes: u64,
 }
 
 impl Seen {
-    fn of(file: Top) -> Self {
+    fn of(file: Top) -> Result<Self> {
+        let allocated_bytes = match file.path.metadata() {
+            // st_blocks counts 512 bytes whatever the file system's block is.
+            Ok(metadata) => metadata.blocks() * 512,
+            // Bytes of it may be elsewhere, and so may all of it.
+            Err(_) if file.opened.store.fetch().is_some() => 0,
+            Err(error) => return Err(Error::io("examine", error).in_file(&file.path)),
+        };
         let format = if file.head.is_some() { Format::Qcow2 } else { Format::Raw };
         let is_being_dropped = is_being_dropped(&file.path, file.head.as_ref());
         let record = file.head.and_then(|head| head.snapshot);
         let (file_id, is_part) = (file.opened.identity.file, file.window.is_some());
-        let is_elsewhere = file.opened.store.fetch().is_some();
         let (path, size) = (file.path, file.size);
-        Self { file: file_id, path, format, size, record, is_being_dropped, is_part, is_elsewhere }
+        Ok(Self { file: file_id, path, format, size, record, is_being_dropped, is_part, allocated_bytes })
     }
 }
 
@@ -128,13 +133,6 @@ fn snapshot(
     record: Option<std::result::Result<LayerRecord, SnapshotInfoError>>,
     seen: &Seen,
 ) -> Result<Snapshot> {
-    use std::os::unix::fs::MetadataExt;
-    let allocated_bytes = match seen.path.metadata() {
-        // st_blocks counts 512 bytes whatever the file system's block is.
-        Ok(metadata) => metadata.blocks() * 512,
-        Err(_) if seen.is_elsewhere => 0,
-        Err(error) => return Err(Error::io("examine", error).in_file(&seen.path)),
-    };
     let (info, damage) = match record {
         None | Some(Ok(LayerRecord::Foreign(_))) => (None, None),
         Some(Ok(LayerRecord::Snapshot(info))) => (Some(info), None),
@@ -151,7 +149,7 @@ fn snapshot(
         depth,
         number,
         virtual_size: seen.size,
-        allocated_bytes,
+        allocated_bytes: seen.allocated_bytes,
         is_being_deleted: seen.is_being_dropped,
     })
 }
