@@ -48,7 +48,7 @@ pub use problem::{PROBLEM_TYPE, Problem};
 pub use size::{SizeChange, SizeSpec};
 pub use snapshot::{Quiesce, RevertSpec, SnapshotLayer, SnapshotReverted, SnapshotSpec, SnapshotTaken};
 pub use stats::{DepthStats, DiskStats, KindStats, Latency, LatencyBucket, NamedStats, StatsList};
-pub use status::{ResourceStatus, ServerStatus};
+pub use status::{FlushLogStatus, ResourceStatus, ServerStatus};
 pub use tier::{DurableAt, OnOutage, PendingSnapshot, TierCache, TierHold, TierRate, TierState, TierStatus};
 
 /// Where a server listens unless told otherwise, below its runtime directory.

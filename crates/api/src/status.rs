@@ -23,6 +23,9 @@ pub struct ServerStatus {
     /// What it keeps on this host of the layers of tiered disks that are in repositories.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tier_caches: Vec<TierCache>,
+    /// The log that makes the disks' flushes durable, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub flush_log: Option<FlushLogStatus>,
     /// The disks, in the order in which they were added.
     pub disks: Vec<DiskStatus>,
     /// The exports, in the order in which they were added.
@@ -42,4 +45,27 @@ pub struct ResourceStatus {
     pub open_files: u64,
     /// The most there may be.
     pub open_files_max: u64,
+}
+
+/// The log that makes the flushes of all disks durable by one write and one sync.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FlushLogStatus {
+    /// Its file or device.
+    #[schema(example = "/var/lib/vmstrata/flush.log")]
+    pub path: String,
+    /// Bytes for flushed writes.
+    pub bytes: u64,
+    /// Bytes that flushed writes take until they are synced to their images.
+    pub used_bytes: u64,
+    /// Images that use it.
+    pub files: u64,
+    /// Flushes that it made durable since the server began.
+    pub flushes: u64,
+    /// Its syncs for them.
+    pub syncs: u64,
+    /// Flushes that wait for its next sync.
+    pub waiting: u64,
+    /// Why nothing more is written to it, if that is so: its disks take no more writes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failed: Option<String>,
 }

@@ -13,6 +13,7 @@ mod map;
 mod merge;
 mod moving;
 mod prune;
+mod recover;
 mod resize;
 mod serve;
 mod snapshot;
@@ -43,6 +44,7 @@ pub use self::map::MapArgs;
 pub use self::merge::{LoseArgs, MergeHowArgs, RemoveArgs, SnapshotDeleteArgs};
 pub use self::moving::{DrainArgs, MoveArgs, MoveHowArgs};
 pub use self::prune::SnapshotPruneArgs;
+pub use self::recover::RecoverArgs;
 pub use self::resize::ResizeArgs;
 pub use self::serve::{ServeArgs, ThawGuardArgs};
 pub use self::snapshot::{
@@ -149,6 +151,8 @@ pub enum Command {
     Backup(Box<BackupArgs>),
     /// Make a disk from its backups
     Restore(RestoreArgs),
+    /// Bring what a flush log has into the images, without a server
+    Recover(RecoverArgs),
     /// Look at all images of a host: sizes, chains, sharing, snapshots, risks
     Survey(SurveyArgs),
     /// Serve disks over vhost-user-blk and NBD until told to stop

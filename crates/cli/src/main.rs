@@ -78,6 +78,7 @@ fn run(mut command: Command) -> anyhow::Result<ExitCode> {
         Command::Diff(args) => commands::diff::run(&args),
         Command::Backup(args) => commands::backup::run(&args),
         Command::Restore(args) => commands::restore::run(&args),
+        Command::Recover(args) => commands::recover::run(&args),
         Command::Survey(args) => commands::survey::run(&args),
         Command::Serve(args) => commands::serve::run(&args),
         Command::Status(args) => commands::status::run(&args),

@@ -51,6 +51,7 @@ const STEPS: &[Step] = &[
     freeing("flatten %/web.qcow2 --yes", "flatten", "web.qcow2"),
     step("check %/web.qcow2 --repair leaks", "disk_repair", "web.qcow2"),
     step("move %/web.qcow2 --to %/elsewhere", "move", "web.qcow2"),
+    step("recover %/flush.log", "recover", ""),
     step("vm repair --vault %/vault --one-device", "vm_repair", ""),
     step("vm delete web@1 --vault %/vault", "vm_delete", ""),
     step("vm prune web --keep last=1 --vault %/vault", "vm_delete", ""),
@@ -177,6 +178,7 @@ fn assert_recorded(step: &Step, images: &Images, audit: &Path) {
 fn every_changing_command_leaves_one_record() {
     let (images, records) = (Images::new(), Images::new());
     std::fs::write(images.path("old.img"), vec![7; 1 << 20]).expect("writes");
+    std::fs::write(images.path("flush.log"), vec![0; 1 << 20]).expect("writes");
     std::fs::create_dir(images.path("elsewhere")).expect("makes");
     save_guest(images.path("vault"));
     for step in STEPS {

@@ -54,8 +54,8 @@ impl Opener for LoggedFiles {
 struct Images;
 
 impl Targets for Images {
-    fn open(&self, subject: &Subject, marks: &[u64]) -> io::Result<Arc<dyn Store>> {
-        open_logged(&subject.path, subject.ino, marks).map_err(io::Error::other)
+    fn open(&self, subject: &Subject, marks: &[u64]) -> io::Result<Option<Arc<dyn Store>>> {
+        open_logged(&subject.path, subject.ino, marks).map(Some).map_err(io::Error::other)
     }
 }
 

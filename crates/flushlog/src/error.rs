@@ -49,7 +49,7 @@ pub enum LogError {
         at: u64,
     },
     /// A file that the log has flushed writes of cannot be used.
-    #[error("the flush log {} has flushed writes of {}: {source}", log.display(), file.display())]
+    #[error("the flush log {} has flushed writes of {}: {source}; if they may be lost: vmstrata recover {} --discard {}", log.display(), file.display(), log.display(), file.display())]
     Target {
         /// The log.
         log: PathBuf,

@@ -136,6 +136,16 @@ pub(crate) enum Operation<'a> {
     Punch { at: HostOffset, len: u64 },
 }
 
+impl Operation<'_> {
+    /// Bytes of the file that it changes.
+    pub(crate) fn len(self) -> u64 {
+        match self {
+            Self::Write { bytes, .. } => bytes.len() as u64,
+            Self::Punch { len, .. } => len,
+        }
+    }
+}
+
 /// Operations as they stand in a record.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct OperationBytes {
@@ -222,10 +232,6 @@ pub(crate) struct Operations<'a> {
 }
 
 impl<'a> Operations<'a> {
-    pub(crate) fn is_empty(self) -> bool {
-        self.count == 0
-    }
-
     pub(crate) fn iter(self) -> impl Iterator<Item = Operation<'a>> {
         let mut rest = self.bytes;
         (0..self.count).map(move |_| take_operation(&mut rest).expect("checked when it was decoded"))
@@ -382,7 +388,7 @@ mod tests {
         let operations: Vec<_> = records[0].operations.iter().collect();
         let write = Operation::Write { at: HostOffset::new(512), bytes: b"bytes" };
         assert_eq!(operations, [write, Operation::Punch { at: HostOffset::new(1 << 40), len: 1 << 20 }]);
-        assert_eq!((records[1].kind, records[1].operations.is_empty()), (Kind::Synced, true));
+        assert_eq!((records[1].kind, records[1].operations.iter().count()), (Kind::Synced, 0));
     }
 
     #[test]

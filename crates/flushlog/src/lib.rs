@@ -35,4 +35,4 @@ pub use error::LogError;
 pub use format::Subject;
 pub use log::{FlushLog, Usage};
 pub use logged::{LoggedStore, SHORT_MAX};
-pub use recover::{Host, Recovered, Targets};
+pub use recover::{Held, Host, Recovered, Targets};

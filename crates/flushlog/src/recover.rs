@@ -43,11 +43,22 @@ pub struct Host {
 /// The files that recovery brings the log into.
 pub trait Targets {
     /// Opens the file that a record is about, for this process alone. `marks` are all that the records have, oldest first; the file
-    /// has one of them, or another program has written it since.
+    /// has one of them, or another program has written it since. `None` loses what the log has of it.
     ///
     /// # Errors
     /// A file that cannot be used, or is another one.
-    fn open(&self, subject: &Subject, marks: &[u64]) -> io::Result<Arc<dyn Store>>;
+    fn open(&self, subject: &Subject, marks: &[u64]) -> io::Result<Option<Arc<dyn Store>>>;
+}
+
+/// What a log has of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// The file.
+    pub subject: Subject,
+    /// Bytes of its flushed writes, each counted as often as it was written.
+    pub bytes: u64,
+    /// Whether they must be written into the file; if not, they are there, and it is synced.
+    pub is_replayed: bool,
 }
 
 /// What recovery did.
@@ -57,6 +68,8 @@ pub struct Recovered {
     pub replayed: Vec<Subject>,
     /// Files that had all, and were synced.
     pub synced: Vec<Subject>,
+    /// Files whose flushed writes are lost.
+    pub lost: Vec<Subject>,
     /// Bytes of batches that were read.
     pub bytes: u64,
 }
@@ -68,8 +81,16 @@ struct Found {
     marks: Vec<u64>,
     /// Replay begins at this batch, in all or from this record of it on.
     from: (u64, usize),
-    has_operations: bool,
+    /// Of its operations.
+    bytes: u64,
     is_lost: bool,
+}
+
+impl Found {
+    /// Whether the page cache may lack what was flushed.
+    fn is_replayed(&self, header: &Header, host: Host) -> bool {
+        header.boot != host.boot || self.is_lost
+    }
 }
 
 /// Reads batches in their order.
@@ -154,19 +175,10 @@ impl FlushLog {
         host: Host,
         targets: &dyn Targets,
     ) -> Result<(Arc<Self>, Recovered), LogError> {
-        let io = |doing: &'static str| move |source| LogError::Io { log: path.to_owned(), doing, source };
-        let len = store.len().map_err(io("read"))?;
-        let ring = Ring::of(len).ok_or_else(|| LogError::TooSmall {
-            log: path.to_owned(),
-            len,
-            min: RING_AT + RING_MIN,
-        })?;
-        let opening = Opening { path, store: &*store, ring };
-        let (recovered, id, generation) = match opening.header()? {
+        let opening = Opening::new(path, &*store)?;
+        let ring = opening.ring;
+        let (recovered, id, generation) = match opening.header(host)? {
             None => (Recovered::default(), draw(), 0),
-            Some(header) if header.host != host.id => {
-                return Err(LogError::OtherHost { log: path.to_owned() });
-            }
             Some(header) => (opening.recover(&header, host, targets)?, header.id, header.generation),
         };
         let mut header = Header {
@@ -177,25 +189,48 @@ impl FlushLog {
             boot: host.boot,
             tail: Tail { place: 0, sequence: 1 },
         };
-        write_headers(&*store, &mut header).map_err(io("empty"))?;
+        write_headers(&*store, &mut header).map_err(opening.io("empty"))?;
         Ok((Self::empty(path, store, ring, header), recovered))
+    }
+
+    /// What [`FlushLog::open`] would bring into files. Changes nothing.
+    ///
+    /// # Errors
+    /// A log that cannot be read, is damaged or of another host.
+    pub fn look(store: &dyn Store, path: &Path, host: Host) -> Result<Vec<Held>, LogError> {
+        let opening = Opening::new(path, store)?;
+        let Some(header) = opening.header(host)? else { return Ok(Vec::new()) };
+        let (found, _) = opening.find(&header)?;
+        let held = found.into_values().filter(|found| found.bytes > 0).filter_map(|found| {
+            let is_replayed = found.is_replayed(&header, host);
+            Some(Held { subject: found.subject?, bytes: found.bytes, is_replayed })
+        });
+        Ok(held.collect())
     }
 }
 
-impl Opening<'_> {
+impl<'a> Opening<'a> {
+    fn new(path: &'a Path, store: &'a dyn Store) -> Result<Self, LogError> {
+        let log = || path.to_owned();
+        let len = store.len().map_err(|source| LogError::Io { log: log(), doing: "read", source })?;
+        let too_small = || LogError::TooSmall { log: log(), len, min: RING_AT + RING_MIN };
+        Ok(Self { path, store, ring: Ring::of(len).ok_or_else(too_small)? })
+    }
+
     fn io(&self, doing: &'static str) -> impl FnOnce(io::Error) -> LogError {
         let log = self.path.to_owned();
         move |source| LogError::Io { log, doing, source }
     }
 
-    /// The newest header; `None` where nothing was ever written.
-    fn header(&self) -> Result<Option<Header>, LogError> {
+    /// The newest header, which must be of this host; `None` where nothing was ever written.
+    fn header(&self, host: Host) -> Result<Option<Header>, LogError> {
         let mut blocks = AlignedBuf::zeroed(RING_AT as usize);
         self.store.read_padded(&mut blocks, HostOffset::ZERO).map_err(self.io("read"))?;
         let headers = blocks.chunks(BLOCK as usize).filter_map(Header::decode);
         match headers.max_by_key(|header| header.generation) {
             None if is_zero(&blocks) => Ok(None),
             None => Err(LogError::NotALog { log: self.path.to_owned() }),
+            Some(header) if header.host != host.id => Err(LogError::OtherHost { log: self.path.to_owned() }),
             found => Ok(found),
         }
     }
@@ -207,13 +242,16 @@ impl Opening<'_> {
         let mut open: BTreeMap<ShareId, (Found, Arc<dyn Store>)> = BTreeMap::new();
         let mut synced = Vec::new();
         for (share, found) in found {
-            let Some(subject) = found.subject.clone().filter(|_| found.has_operations) else { continue };
-            let store = targets.open(&subject, &found.marks).map_err(self.target(&subject))?;
-            if header.boot == host.boot && !found.is_lost {
-                synced.push((subject, store));
-            } else {
+            let Some(subject) = found.subject.clone().filter(|_| found.bytes > 0) else { continue };
+            let Some(store) = targets.open(&subject, &found.marks).map_err(self.target(&subject))? else {
+                recovered.lost.push(subject);
+                continue;
+            };
+            if found.is_replayed(header, host) {
                 recovered.replayed.push(subject);
                 open.insert(share, (found, store));
+            } else {
+                synced.push((subject, store));
             }
         }
         if !open.is_empty() {
@@ -255,7 +293,7 @@ impl Opening<'_> {
                     *found = Found { from: (batch.sequence, number), ..Found::default() };
                 }
                 found.is_lost |= record.kind == Kind::Lost;
-                found.has_operations |= !record.operations.is_empty();
+                found.bytes += record.operations.iter().map(Operation::len).sum::<u64>();
                 if found.marks.last() != Some(&record.subject.mark) {
                     found.marks.push(record.subject.mark);
                 }

@@ -126,6 +126,8 @@ pub struct Settings {
     pub tier_rate: Option<NonZeroU64>,
     /// The file that makes the flushes of all disks durable.
     pub flush_log: Option<PathBuf>,
+    /// Bytes of that file when it is made.
+    pub flush_log_bytes: Option<u64>,
     /// Where volatile journals go.
     pub runtime_dir: Option<PathBuf>,
     /// Where the server is controlled.
@@ -175,6 +177,7 @@ impl Settings {
             tier_cache_bytes: self.tier_cache_bytes.or(others.tier_cache_bytes),
             tier_rate: self.tier_rate.or(others.tier_rate),
             flush_log: self.flush_log.or(others.flush_log),
+            flush_log_bytes: self.flush_log_bytes.or(others.flush_log_bytes),
             runtime_dir: self.runtime_dir.or(others.runtime_dir),
             control: self.control.or(others.control),
             metrics: self.metrics.or(others.metrics),
@@ -200,6 +203,7 @@ impl Settings {
                 workers: self.workers,
                 tier_cache_bytes: self.tier_cache_bytes,
                 tier_rate: self.tier_rate,
+                flush_log_bytes: self.flush_log_bytes.unwrap_or(limits.flush_log_bytes),
             },
             flush_log: self.flush_log,
             runtime_dir: self.runtime_dir,

@@ -232,7 +232,9 @@ impl Host {
         let guards = Guards::new(&runtime_dir, options.thaw_guard.clone());
         let files = Arc::<CachedFiles>::default();
         let opener: Arc<dyn Opener> = Arc::new(vmstrata_nbd::Files::new(files.clone()));
-        let flush_log = options.flush_log.as_deref().map(flush_log::open).transpose()?;
+        let flush_log = options.flush_log.as_deref();
+        let flush_log =
+            flush_log.map(|path| flush_log::open(path, options.limits.flush_log_bytes)).transpose()?;
         let opener = match &flush_log {
             Some(log) => LoggedFiles::over(opener, log),
             None => opener,

@@ -28,7 +28,7 @@ mod audit;
 pub mod config;
 mod control;
 mod error;
-mod flush_log;
+pub mod flush_log;
 pub mod host;
 mod jobs;
 mod limits;

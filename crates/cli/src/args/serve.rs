@@ -146,10 +146,13 @@ pub struct ResourceArgs {
     /// limit]
     #[arg(long, value_name = "SIZE", value_parser = parse_tier_rate)]
     pub tier_rate: Option<NonZeroU64>,
-    /// Make the flushes of all disks durable by one write and one sync of this file, which is made with 256M, or is a device: for
-    /// guests that flush often. Images are private to this server until it has ended
+    /// Make the flushes of all disks durable by one write and one sync of this file, which is made, or is a device: for guests that
+    /// flush often. Images are private to this server until it has ended
     #[arg(long, value_name = "PATH")]
     pub flush_log: Option<PathBuf>,
+    /// Size of that file when it is made [default: 256M]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub flush_log_size: Option<u64>,
     /// Where volatile journals go: memory-backed, kept over a restart of the server
     /// [default: /run/vmstrata, or $XDG_RUNTIME_DIR/vmstrata unless root]
     #[arg(long, value_name = "DIR")]
@@ -225,6 +228,7 @@ impl ServeArgs {
             tier_cache_bytes: self.resources.tier_cache,
             tier_rate: self.resources.tier_rate,
             flush_log: self.resources.flush_log.clone(),
+            flush_log_bytes: self.resources.flush_log_size,
             runtime_dir: self.resources.runtime_dir.clone(),
             control,
             metrics: self.metrics,

@@ -15,6 +15,7 @@ pub mod map;
 pub mod merge;
 pub mod moving;
 pub mod named;
+pub mod recover;
 pub mod resize;
 pub mod restore;
 pub mod serve;

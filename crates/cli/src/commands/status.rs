@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use vmstrata_api::{DiskState, DiskStatus, ExportSpec, ExportStatus, ServerStatus};
+use vmstrata_api::{DiskState, DiskStatus, ExportSpec, ExportStatus, FlushLogStatus, ServerStatus};
 
 use crate::args::StatusArgs;
 use crate::client::Client;
@@ -26,7 +26,8 @@ fn to_text(status: &ServerStatus) -> String {
     status.disks.iter().for_each(|disk| disks.row(disk_row(disk)));
     let mut exports = Table::new([">EXPORT", "KIND", "DISK", "AT", "USE"]);
     status.exports.iter().for_each(|export| exports.row(export_row(export)));
-    let lines = [failures(status), tiers(status), moves(status)].concat();
+    let log = flush_log(status).unwrap_or_default();
+    let lines = [failures(status), tiers(status), moves(status), log].concat();
     format!("{}\n\n{disks}{lines}\n{exports}", headline(status))
 }
 
@@ -64,6 +65,19 @@ pub fn tiers(status: &ServerStatus) -> String {
     let tiers = tiers.map(|(name, tier)| format!("{name}: {}\n", tier::line(tier)));
     let caches = status.tier_caches.iter().map(|cache| format!("{}\n", tier::cache_line(cache)));
     tiers.chain(caches).collect()
+}
+
+/// A line for the flush log.
+fn flush_log(status: &ServerStatus) -> Option<String> {
+    let FlushLogStatus { path, bytes, used_bytes, files, flushes, syncs, failed, .. } =
+        status.flush_log.as_ref()?;
+    let (used, all) = (short_size(*used_bytes), short_size(*bytes));
+    let syncs = counted(*syncs, "sync");
+    let failed = failed.as_ref().map(|why| format!("; FAILED: {why}")).unwrap_or_default();
+    Some(format!(
+        "flush log {path}: {used} of {all}, {}, {syncs} for {flushes} flushes{failed}\n",
+        counted(*files, "image")
+    ))
 }
 
 /// A line for each disk that moves, or has moved a while ago.

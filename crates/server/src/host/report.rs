@@ -13,6 +13,7 @@ use super::moving::move_status;
 use super::tier::tier_status;
 use super::{Entry, Host, Phase};
 use crate::error::Error;
+use crate::flush_log;
 use crate::spec::{shown_detect_zeroes, shown_limits, shown_subclusters};
 
 impl Host {
@@ -25,6 +26,7 @@ impl Host {
             io_uring_refused: io_uring_refused().map(ToString::to_string),
             resources: self.resource_status(),
             tier_caches: self.caches.status(),
+            flush_log: self.flush_log.as_deref().map(flush_log::status),
             disks: self.disks(),
             exports: self.exports(),
         }

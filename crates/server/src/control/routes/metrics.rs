@@ -15,8 +15,8 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 use vmstrata_api::{
-    DiskState, DiskStatus, ExportCounters, ExportSpec, ExportStatus, JobStatus, NamedStats, ServerStatus,
-    TierCache, TierState, TierStatus,
+    DiskState, DiskStatus, ExportCounters, ExportSpec, ExportStatus, FlushLogStatus, JobStatus, NamedStats,
+    ServerStatus, TierCache, TierState, TierStatus,
 };
 
 use self::format::Format;
@@ -74,6 +74,7 @@ impl Collector for Numbers {
         self.disks(&mut encoder)?;
         tiers(&self.status.disks, &mut encoder)?;
         tier_caches(&self.status.tier_caches, &mut encoder)?;
+        self.status.flush_log.as_ref().map_or(Ok(()), |log| flush_log(log, &mut encoder))?;
         disks::encode(&self.stats, &mut encoder)?;
         process::encode(self.process, self.counted, &self.jobs, &mut encoder)?;
         self.exports(&mut encoder)
@@ -235,6 +236,31 @@ fn tier_caches(caches: &[TierCache], encoder: &mut DescriptorEncoder) -> fmt::Re
     Ok(())
 }
 
+/// The log that makes flushes durable.
+fn flush_log(log: &FlushLogStatus, encoder: &mut DescriptorEncoder) -> fmt::Result {
+    for (name, help, value) in [
+        ("flush_log_bytes", "Bytes of the flush log for flushed writes", log.bytes),
+        (
+            "flush_log_used_bytes",
+            "Bytes that flushed writes take until they are synced to their images",
+            log.used_bytes,
+        ),
+        ("flush_log_files", "Images that use the flush log", log.files),
+        ("flush_log_waiting", "Flushes that wait for its next sync", log.waiting),
+        ("flush_log_failed", "1: it takes no more, and its disks no writes", u64::from(log.failed.is_some())),
+    ] {
+        encoder.encode_descriptor(name, help, None, MetricType::Gauge)?.encode_gauge(&value)?;
+    }
+    for (name, help, value) in [
+        ("flush_log_flushes", "Flushes that the flush log made durable", log.flushes),
+        ("flush_log_syncs", "Its syncs for them", log.syncs),
+    ] {
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        family.encode_counter::<NoLabels, _, u64>(&value, None)?;
+    }
+    Ok(())
+}
+
 /// Which of an export's numbers.
 type Count = fn(&ExportCounters) -> u64;
 
@@ -329,6 +355,13 @@ mod tests {
             uptime_seconds: 7,
             io_uring_refused: None,
             resources: ResourceStatus::default(),
+            flush_log: Some(FlushLogStatus {
+                used_bytes: 8192,
+                flushes: 9,
+                syncs: 4,
+                failed: Some("EIO".to_owned()),
+                ..FlushLogStatus::default()
+            }),
             tier_caches: vec![TierCache {
                 directory: "/tier/cache".to_owned(),
                 bytes: 512,
@@ -368,6 +401,10 @@ mod tests {
             r#"vmstrata_tier_writes_wait{disk="we\"b\\"} 0"#,
             r#"vmstrata_tier_flushes_wait{disk="we\"b\\"} 2"#,
             r#"vmstrata_tier_held{disk="we\"b\\"} 0"#,
+            "vmstrata_flush_log_used_bytes 8192",
+            "vmstrata_flush_log_failed 1",
+            "vmstrata_flush_log_flushes_total 9",
+            "vmstrata_flush_log_syncs_total 4",
             "vmstrata_snapshots_total 3",
             "vmstrata_snapshot_pause_seconds_total 0.0015",
             r#"vmstrata_jobs{state="running"} 0"#,
