@@ -51,7 +51,7 @@ impl Disk {
             return;
         }
         if let Err(error) = index::build(self.path(), &self.index_options()) {
-            tracing::debug!(%error, "indices of the chain");
+            tracing::warn!(disk = %self.path().display(), %error, "the chain gets no index");
         }
         self.use_index();
     }
