@@ -365,7 +365,7 @@ impl Disk {
 }
 
 impl Disk {
-    fn may_be_absent(&self) -> bool {
+    pub(crate) fn may_be_absent(&self) -> bool {
         self.resources.files().opener().may_be_absent()
     }
 }

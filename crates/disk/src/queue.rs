@@ -321,7 +321,9 @@ impl IoQueue {
     fn send_job(&mut self, slot: u32, request: Request, fetches: bool) {
         self.at_workers += 1;
         let (disk, reply_to) = (Arc::clone(&self.disk), Arc::clone(&self.mailbox));
-        self.disk.resources.workers().send(Job { disk, request, slot, fetches, reply_to });
+        let resources = &self.disk.resources;
+        let threads = if request.op == Op::Flush { resources.flushers() } else { resources.workers() };
+        threads.send(Job { disk, request, slot, fetches, reply_to });
     }
 
     /// Hands everything pushed to the kernel, in one call if it takes any, and carries out what it is not needed for.

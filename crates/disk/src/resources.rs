@@ -47,6 +47,8 @@ pub struct Resources {
     files: Arc<FileTable>,
     clusters: ClusterCache,
     workers: Workers,
+    /// For flushes, which mostly wait for storage.
+    flushers: Workers,
     maintenance: Maintenance,
     journal_dir: Option<PathBuf>,
     layers: Mutex<HashMap<FileIdentity, Weak<Layer>>>,
@@ -102,6 +104,7 @@ impl Resources {
             files: Arc::new(FileTable::new(opener, options.max_open_files)),
             clusters: ClusterCache::default(),
             workers: Workers::new(options.workers)?,
+            flushers: Workers::for_flushes(options.workers)?,
             maintenance: Maintenance::new()?,
             journal_dir: options.journal_dir,
             layers: Mutex::default(),
@@ -135,6 +138,10 @@ impl Resources {
 
     pub(crate) fn workers(&self) -> &Workers {
         &self.workers
+    }
+
+    pub(crate) fn flushers(&self) -> &Workers {
+        &self.flushers
     }
 
     pub(crate) fn maintenance(&self) -> &Maintenance {

@@ -79,6 +79,9 @@ impl Job {
     }
 }
 
+/// The most threads for flushes.
+const FLUSHERS_MAX: usize = 32;
+
 enum Work {
     CarryOut(Job),
     LetGo(Box<dyn Send>),
@@ -99,14 +102,25 @@ impl Workers {
     /// A host that cannot start them.
     pub(crate) fn new(count: usize) -> Result<Self> {
         let busy_max = count.max(1);
-        let threads = 2 * busy_max;
+        Self::start("worker", busy_max, 2 * busy_max)
+    }
+
+    /// Starts threads that wait for storage, one for each of so many disks: those that flush at the same time can share a sync then.
+    ///
+    /// # Errors
+    /// As [`Workers::new`].
+    pub(crate) fn for_flushes(workers: usize) -> Result<Self> {
+        Self::start("flush", 1, (8 * workers).clamp(1, FLUSHERS_MAX))
+    }
+
+    fn start(name: &str, busy_max: usize, threads: usize) -> Result<Self> {
         let lanes = Lanes::new(busy_max, threads);
         let queue = Arc::new(Queue { lanes: Mutex::new(lanes), changed: Condvar::new() });
         // Dropped on an error, it ends those that have begun.
         let workers = Self { queue };
         for number in 0..threads {
             let queue = Arc::clone(&workers.queue);
-            threads::start(format!("worker-{number}"), move || queue.work())?;
+            threads::start(format!("{name}-{number}"), move || queue.work())?;
         }
         Ok(workers)
     }
@@ -291,9 +305,13 @@ impl AsFd for Mailbox {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::sync::{Barrier, mpsc};
+
+    use vmstrata_store::SegmentVec;
+    use vmstrata_types::{GuestOffset, GuestRange};
 
     use super::*;
+    use crate::request::Op;
 
     #[test]
     fn what_is_let_go_is_dropped_by_a_worker() {
@@ -307,5 +325,37 @@ mod tests {
         let workers = Workers::new(2).unwrap();
         workers.let_go(Tell(tell));
         assert!(told.recv().unwrap().unwrap().starts_with("worker-"));
+    }
+    /// Each waits until all are there: with fewer threads none would end.
+    #[test]
+    fn more_disks_flush_at_a_time_than_there_are_workers() {
+        #[derive(Debug)]
+        struct Meets(Arc<Barrier>);
+        impl CarryOut for Meets {
+            fn check(&self, _: &Request) -> Result<()> {
+                Ok(())
+            }
+            fn absent(&self, _: &Request) -> Vec<Absent> {
+                Vec::new()
+            }
+            fn run(&self, _: &Request) -> Result<()> {
+                self.0.wait();
+                Ok(())
+            }
+        }
+        let (disks, all) = (8, Arc::new(Barrier::new(8)));
+        let flushers = Workers::for_flushes(1).unwrap();
+        let mailbox = Arc::new(Mailbox::new().unwrap());
+        for slot in 0..disks {
+            let disk: Arc<dyn CarryOut> = Arc::new(Meets(Arc::clone(&all)));
+            let range = GuestRange::new(GuestOffset::ZERO, 0);
+            let request = Request { op: Op::Flush, range, segments: SegmentVec::new(), token: 0 };
+            flushers.send(Job { disk, request, slot, fetches: false, reply_to: Arc::clone(&mailbox) });
+        }
+        let mut replies = Vec::new();
+        while replies.len() < disks as usize {
+            mailbox.take(&mut replies);
+            std::thread::yield_now();
+        }
     }
 }

@@ -4,17 +4,17 @@
 //!   FLUSH, or the end of a write with FUA ──► waits for its batch, and for the flush in flight
 //!                                                  │
 //!                                                  ▼
-//!                     are table changes pending? ── yes ──► a worker commits them
+//!                     alone, and short? ── yes ──► here ──► done
 //!                                                  │ no
 //!                                                  ▼
-//!                     alone, and short? ── yes ──► here ──► done
+//!                     are table changes pending, or is there a flush log? ── yes ──► a thread for flushes commits
 //!                                                  │ no
 //!                                                  ▼
 //!                                                ring ──► done ──► all that it is for complete
 //! ```
 //!
 //! A write in place leaves no change, so a guest that overwrites and flushes needs no worker. A guest with nothing else under way
-//! waits for no other thread either: the ring wakes one for each flush, which takes as long as a fast disk's flush does. What this
+//! waits for no other thread either: to wake one, and to be woken by it, takes as long as a fast disk's flush does. What this
 //! thread flushes is short, so that requests that come meanwhile wait little: few bytes were written to the file since the last
 //! flush began, and the last one here did not take long.
 //!
@@ -24,7 +24,7 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use vmstrata_store::{LocalFile, OpenStore};
+use vmstrata_store::LocalFile;
 
 use super::IoQueue;
 use crate::epoch::Phase;
@@ -63,13 +63,13 @@ impl Flushes {
         self.in_flight.is_none() && !self.waiting.is_empty()
     }
 
-    /// Flushes a file here and now, unless flushes take long.
-    fn flush_now(&mut self, file: &OpenStore) -> Option<io::Result<()>> {
+    /// Flushes here and now, unless flushes take long.
+    fn now<T>(&mut self, flush: impl FnOnce() -> T) -> Option<T> {
         let begun = Instant::now();
         if self.slow_until.is_some_and(|until| begun < until) {
             return None;
         }
-        let flushed = file.flush();
+        let flushed = flush();
         let took = begun.elapsed();
         self.slow_until = (took > PATIENCE).then(|| begun + took * (1 + HELD_BACK));
         Some(flushed)
@@ -100,11 +100,11 @@ impl IoQueue {
         let slots = std::mem::take(&mut self.flushes.waiting);
         let is_possible = self.disk.check_flushable().is_ok() && self.refresh();
         let Some((file, claim)) = is_possible.then(|| self.layers.try_claim_flush()).flatten() else {
-            return self.leave_flush_to_workers(slots);
+            return self.commit(slots);
         };
         let unflushed = file.local().map_or(u64::MAX, LocalFile::begin_flush);
-        let is_alone = self.in_flight == 1;
-        let flushed = if is_alone && unflushed <= SHORT_MAX { self.flushes.flush_now(&file) } else { None };
+        let is_short = self.in_flight == 1 && unflushed <= SHORT_MAX;
+        let flushed = if is_short { self.flushes.now(|| file.flush()) } else { None };
         self.flushes.in_flight = Some((slots, claim));
         match flushed {
             Some(result) => self.flushed(result),
@@ -112,12 +112,33 @@ impl IoQueue {
         }
     }
 
+    /// Commits changes of tables, or has the flush log do so.
+    fn commit(&mut self, slots: Vec<u32>) {
+        // What is elsewhere is not waited for here.
+        if let [slot] = slots[..]
+            && self.in_flight == 1
+            && !self.disk.may_be_absent()
+        {
+            self.leave_epoch(slot);
+            if let Some(result) = self.flushes.now(|| self.disk.flush()) {
+                let completion = self.done_here(slot, result);
+                return self.ready.extend(completion);
+            }
+        }
+        self.leave_flush_to_workers(slots);
+    }
+
+    /// Nothing that a flush does may wait for the request that it is for.
+    fn leave_epoch(&mut self, slot: u32) {
+        if let Some(phase) = self.slots[slot as usize].phase.take() {
+            self.member.leave(&self.disk.epochs, phase);
+        }
+    }
+
     fn leave_flush_to_workers(&mut self, slots: Vec<u32>) {
         for slot in slots {
+            self.leave_epoch(slot);
             let waiting = &mut self.slots[slot as usize];
-            if let Some(phase) = waiting.phase.take() {
-                self.member.leave(&self.disk.epochs, phase);
-            }
             let request = waiting.request.clone().expect("a slot in use has a request");
             // What it wrote is written.
             self.send(slot, Request { op: Op::Flush, ..request });
