@@ -34,6 +34,8 @@ use vmstrata_types::told;
 
 /// Jobs under way at one time.
 const JOBS_MAX: usize = 64;
+/// What a job that yields adds to its thread's niceness.
+const NICE: i32 = 10;
 /// Jobs that ended and are still listed.
 const ENDED_KEPT: usize = 100;
 /// The longest time until a job tries again what failed.
@@ -49,6 +51,8 @@ pub(crate) struct Kind {
     /// What a step is, in the plural.
     unit: &'static str,
     removes_files: bool,
+    /// Whether a guest's request never waits for what it holds: it may go slower then where processors are few.
+    yields: bool,
 }
 
 /// When a job tries again what failed: after a second, and after twice as long each time, up to half a minute.
@@ -321,8 +325,15 @@ impl Slot {
         let (id, job) = (table.next, Job::new(work.total(), limit));
         let entry = Arc::new(Entry { id, by, kind: self.kind, disk: self.disk.clone(), job });
         let (jobs, shared) = (Arc::clone(&self.jobs), Arc::clone(&entry));
+        let yields = self.kind.yields;
         let thread = std::thread::Builder::new().name(format!("job-{id}"));
-        let spawned = thread.spawn(move || jobs.run(&shared, work));
+        let spawned = thread.spawn(move || {
+            if yields {
+                // So are the threads that it starts.
+                let _ = rustix::process::nice(NICE);
+            }
+            jobs.run(&shared, work);
+        });
         spawned.map_err(|source| Error::System { action: "start a thread for a job", source })?;
         table.jobs.push(Arc::clone(&entry));
         table.forget_oldest();

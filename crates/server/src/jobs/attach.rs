@@ -12,7 +12,8 @@ use super::{Kind, Retry};
 use crate::error::Error;
 
 /// The kind of [`TierAttach`].
-pub(crate) const TIER_ATTACH: Kind = Kind { name: "tier_attach", unit: "MiB", removes_files: false };
+pub(crate) const TIER_ATTACH: Kind =
+    Kind { name: "tier_attach", unit: "MiB", removes_files: false, yields: true };
 
 /// Bytes of a step.
 const STEP: u64 = 1 << 20;

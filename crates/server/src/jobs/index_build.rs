@@ -10,7 +10,8 @@ use super::Kind;
 use crate::error::Error;
 
 /// The kind of [`IndexBuild`].
-pub(crate) const INDEX_BUILD: Kind = Kind { name: "index_build", unit: "layers", removes_files: false };
+pub(crate) const INDEX_BUILD: Kind =
+    Kind { name: "index_build", unit: "layers", removes_files: false, yields: true };
 
 /// See the module documentation. The disk's own file is left alone: it is being written.
 #[derive(Debug)]

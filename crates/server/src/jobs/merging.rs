@@ -22,7 +22,7 @@ pub(crate) const MERGE: Kind = kind("merge");
 pub(crate) const FLATTEN: Kind = kind("flatten");
 
 const fn kind(name: &'static str) -> Kind {
-    Kind { name, unit: "steps", removes_files: true }
+    Kind { name, unit: "steps", removes_files: true, yields: false }
 }
 
 /// How often to begin again, without having come any further, when a snapshot is taken at a moment at which the layers must not

@@ -11,7 +11,7 @@ use super::{Kind, Retry};
 use crate::error::Error;
 
 /// The kind of [`DiskMove`].
-pub(crate) const MOVE: Kind = Kind { name: "move", unit: "MiB", removes_files: false };
+pub(crate) const MOVE: Kind = Kind { name: "move", unit: "MiB", removes_files: false, yields: true };
 
 /// Bytes of a step.
 const STEP: u64 = 1 << 20;

@@ -4,7 +4,7 @@ use vmstrata_job::{Next, Step};
 
 use super::*;
 
-const STEPS: Kind = Kind { name: "steps", unit: "steps", removes_files: false };
+const STEPS: Kind = Kind { name: "steps", unit: "steps", removes_files: false, yields: false };
 
 /// Work whose steps wait for the test.
 #[derive(Debug)]
