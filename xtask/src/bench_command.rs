@@ -9,7 +9,7 @@ use xtask::bench::history::Part;
 use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
-use xtask::bench::{fragmented, fresh, history, memory, moving, publish, rocksdb, tier};
+use xtask::bench::{flush, fragmented, fresh, history, memory, moving, publish, rocksdb, tier};
 use xtask::size::parse_size;
 
 /// Measure, and write the results below docs and into README.md.
@@ -37,6 +37,8 @@ enum What {
     Tier(PartsBench<tier::Part>),
     /// A disk in use that moves to another directory, beside stock QEMU's mirror (10 GiB of files).
     Move(PartsBench<moving::Part>),
+    /// Guests that flush often, with a flush log and without, beside stock QEMU. As the superuser.
+    Flush(PartsBench<flush::Part>),
     /// Draw plot and tables again from docs/measurements.
     Render,
 }
@@ -211,6 +213,15 @@ impl Bench {
                 let parts = bench.parts().unwrap_or(usual.parts);
                 moving::run(&moving::Options { rounds, publish, parts, ..usual }).map(|_| ())
             }
+            What::Flush(bench) => {
+                let dir = bench.plain.dir(root, "flush");
+                let usual =
+                    if bench.plain.quick { flush::Options::quick(dir) } else { flush::Options::full(dir) };
+                let publish = bench.publish(root);
+                let rounds = bench.plain.rounds.unwrap_or(usual.rounds);
+                let parts = bench.parts().unwrap_or(usual.parts);
+                flush::run(&flush::Options { rounds, publish, parts, ..usual }).map(|_| ())
+            }
             What::Render => render(root),
         }
     }
@@ -220,6 +231,7 @@ fn render(root: &Path) -> Result<()> {
     let results = publish::kept(root)?.context("no measurement yet: cargo xtask bench chain")?;
     publish::write(root, &results)?;
     let reports = [
+        flush::SHOWN,
         fragmented::SHOWN,
         fresh::SHOWN,
         history::SHOWN,

@@ -5,6 +5,7 @@
 //!    └────► results (samples, medians) ──► targets (paired ratios) ──► tables (shown) and plot (SVG)
 //!   fragmented ─► disks whose blocks lie all over a long history
 //!   fresh   ──► a disk of one layer, and what its first snapshots cost
+//!   flush   ─► guests that flush often, with a flush log and without
 //!   tier    ─► disks whose epochs go to a NAS, beside none and beside QEMU on the NAS
 //!   rocksdb ─► a database in a guest, on a long history and on one layer
 //!   history ──► the same servers and client, over a thousand snapshots of a live disk
@@ -17,6 +18,7 @@
 mod cached;
 pub mod client;
 mod floor;
+pub mod flush;
 pub mod fragmented;
 pub mod fresh;
 pub mod history;

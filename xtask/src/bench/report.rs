@@ -218,10 +218,16 @@ impl Shown {
     /// The same of a part of a measurement: its rows take the place of those of their names in what is kept.
     ///
     /// # Errors
-    /// Nothing kept, or no report; as [`Shown::publish`].
+    /// What is kept is no report; as [`Shown::publish`].
     fn amend(&self, root: &Path, report: Report) -> Result<()> {
-        let mut kept: Report = serde_json::from_slice(&fs::read(root.join(self.file))?).context(self.file)?;
-        kept.amend(report);
+        let file = root.join(self.file);
+        let kept = if file.exists() {
+            let mut kept: Report = serde_json::from_slice(&fs::read(file)?).context(self.file)?;
+            kept.amend(report);
+            kept
+        } else {
+            report
+        };
         self.publish(Some(root), &kept)
     }
 

@@ -188,9 +188,16 @@ impl Server {
     /// # Errors
     /// As [`Server::connect`].
     pub fn wait_for_vhost_user(&mut self) -> Result<()> {
-        let socket = self.vhost_user();
+        self.wait_for(&self.vhost_user())
+    }
+
+    /// Waits until someone listens at a socket.
+    ///
+    /// # Errors
+    /// As [`Server::connect`].
+    pub fn wait_for(&mut self, socket: &Path) -> Result<()> {
         self.until(|| {
-            ensure!(listens(&socket)?, "no socket yet");
+            ensure!(listens(socket)?, "{}: no socket yet", socket.display());
             Ok(())
         })
     }
@@ -200,11 +207,7 @@ impl Server {
     /// # Errors
     /// As [`Server::connect`].
     pub fn wait_for_nbd(&mut self) -> Result<()> {
-        let socket = self.nbd();
-        self.until(|| {
-            ensure!(listens(&socket)?, "no NBD socket yet");
-            Ok(())
-        })
+        self.wait_for(&self.nbd())
     }
 
     fn until<T>(&mut self, ready: impl FnMut() -> Result<T>) -> Result<T> {

@@ -11,6 +11,7 @@
 mod bare;
 pub mod census;
 pub mod cpio;
+pub mod flushes;
 pub mod image;
 pub mod judge;
 pub mod modules;

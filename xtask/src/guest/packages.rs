@@ -33,6 +33,10 @@ const WORKSHOP: [&str; 10] = [
     "zlib1g",
 ];
 
+/// Databases that flush often.
+const DATABASES: [&str; 6] =
+    ["busybox-static", "postgresql-15", "postgresql-client-15", "sqlite3", "tzdata", "zlib1g"];
+
 /// A benchmark of RocksDB, `db_bench`, and a library whose package is not named like one.
 const ROCKSDB: [&str; 2] = ["rocksdb-tools", "zlib1g"];
 
@@ -170,6 +174,15 @@ pub fn workshop(dir: &Path) -> Result<PathBuf> {
     let headers = dependency(&apt, &headers, "linux-headers-")?;
     let programs: Vec<&str> = PROGRAMS.iter().chain(&WORKSHOP).copied().chain([headers.as_str()]).collect();
     tree(&dir.join("workshop"), &programs)
+}
+
+/// The same as [`userland`] with PostgreSQL and SQLite.
+///
+/// # Errors
+/// When packages cannot be fetched.
+pub fn databases(dir: &Path) -> Result<PathBuf> {
+    let programs: Vec<&str> = PROGRAMS.iter().chain(&DATABASES).copied().collect();
+    tree(&dir.join("databases"), &programs)
 }
 
 /// RocksDB's tools and the libraries they need.

@@ -50,6 +50,10 @@ pub enum Task {
     Work(&'static str),
     /// Benchmark a database: see [`super::rocksdb`].
     Rocksdb(super::rocksdb::Operations),
+    /// Make databases for [`Task::Flushes`].
+    Databases,
+    /// Have programs flush often: see [`super::flushes`].
+    Flushes(super::flushes::Operations),
 }
 
 impl Task {
@@ -66,6 +70,8 @@ impl Task {
             Self::System => "systemd.unit=units-test.target systemd.show_status=0".into(),
             Self::Work(kind) => format!("task={kind}"),
             Self::Rocksdb(operations) => operations.command_line(),
+            Self::Databases => "task=prepare rootflags=ro".into(),
+            Self::Flushes(operations) => operations.command_line(),
         }
     }
 }
