@@ -138,7 +138,7 @@ fn a_server_that_starts_after_a_power_failure_brings_what_was_flushed_into_the_i
     disks.iter().for_each(|disk| assert_recovered(disk));
 }
 
-/// An image that is gone keeps the others from nothing, once somebody says that what was flushed of it may be lost.
+/// The other images get what was flushed of them.
 #[test]
 fn a_log_is_recovered_without_a_server_and_without_an_image_that_is_gone() {
     let Failed { images: _images, log, disks: [web, db], .. } = fail_power();

@@ -276,7 +276,7 @@ impl Opener for MergedMeanwhile {
     }
 }
 
-/// Whoever lists a disk that is served does so beside its merges.
+/// A served disk is listed while its layers are merged.
 #[test]
 fn a_chain_that_a_merge_shortens_meanwhile_is_read_again() {
     for is_opened in [false, true] {

@@ -17,7 +17,7 @@ pub struct RecoverArgs {
     /// Lose what the log has of this image, which is gone or cannot be used (repeatable)
     #[arg(long, value_name = "IMAGE")]
     pub discard: Vec<PathBuf>,
-    /// Do lose it
+    /// Lose it without another question
     #[arg(long, short, requires = "discard")]
     pub yes: bool,
     /// Print JSON
@@ -34,4 +34,4 @@ Examples:
 A server does the same when it starts with --flush-log. The command is for a host whose server does not start, because an image is \
 gone or was written by another program, and for images that another tool needs now. All other images get what was flushed. After \
 `recover --discard`, `vmstrata check --repair=all --discard-unflushed` makes such an image usable without it.
-Exit codes: 0 done (also when there was nothing to do), 1 not: neither the log nor an image has changed, or recovery can be repeated; 64 wrong usage.";
+Exit codes: 0 done (also when there was nothing to do), 1 not, and the log is as it was; 64 wrong usage.";
