@@ -39,7 +39,7 @@ struct Recorder {
     flush_log: OnceLock<Arc<FlushLog>>,
 }
 
-/// The files that a power failure left: the inode that each had, and where it is now.
+/// Surviving files: the inode before the crash, and the path after it.
 struct Left(Vec<(u64, PathBuf)>);
 
 impl Targets for Left {
@@ -178,7 +178,7 @@ fn published(log: &[Record], store: StoreId, began: Moment) -> Moment {
 }
 
 impl Recording {
-    /// Writes what is left of each layer into `dir`, with what the flush log has of it; returns the disk's path.
+    /// Writes the layers that survive the crash into `dir`, and replays the flush log into them. Returns the disk's path.
     fn leave(&self, dir: &Path, crash: Crash) -> PathBuf {
         let there = self.files.iter().take_while(|file| file.published < crash.at).count().max(1);
         let (top, mut left) = (dir.join("disk.qcow2"), Vec::new());

@@ -28,20 +28,19 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// # Errors
 /// A file that cannot be used as a log, or an image that cannot be brought what it has: nothing is served then.
 pub(crate) fn open(path: &Path, len: u64) -> Result<Arc<FlushLog>, Error> {
-    let io = |doing| move |source| LogError::Io { log: path.to_owned(), doing, source };
     if let Err(error) = path.metadata()
         && error.kind() == io::ErrorKind::NotFound
     {
-        Place::of(path).and_then(|place| place.open_or_create(PRIVATE)).map_err(io("make"))?;
+        Place::of(path).and_then(|place| place.open_or_create(PRIVATE)).map_err(io(path, "make"))?;
     }
-    let store = open_store(path, PATIENCE).map_err(io("open"))?;
-    if store.len().map_err(io("read"))? == 0 {
+    let store = open_store(path, PATIENCE).map_err(io(path, "open"))?;
+    if store.len().map_err(io(path, "read"))? == 0 {
         let len = len.next_multiple_of(CHUNK as u64);
-        fill(&store, len).and_then(|()| Place::of(path)?.directory().sync()).map_err(io("make"))?;
+        fill(&store, len).and_then(|()| Place::of(path)?.directory().sync()).map_err(io(path, "make"))?;
         tracing::info!(log = %path.display(), bytes = len, "made a flush log");
     }
     let (log, _) = bring(path, store, &[])?;
-    log.start_checkpoints().map_err(io("start the thread of"))?;
+    log.start_checkpoints().map_err(io(path, "start the thread of"))?;
     Ok(log)
 }
 
@@ -50,9 +49,8 @@ pub(crate) fn open(path: &Path, len: u64) -> Result<Arc<FlushLog>, Error> {
 /// # Errors
 /// No log, or one that is in use or damaged.
 pub fn held(path: &Path) -> Result<Vec<Held>, Error> {
-    let io = |doing| move |source| LogError::Io { log: path.to_owned(), doing, source };
-    let store = open_store(path, Duration::ZERO).map_err(io("open"))?;
-    Ok(FlushLog::look(&store, path, this_host().map_err(io("tell whose is"))?)?)
+    let store = open_store(path, Duration::ZERO).map_err(io(path, "open"))?;
+    Ok(FlushLog::look(&store, path, this_host().map_err(io(path, "tell whose is"))?)?)
 }
 
 /// Brings what the log at `path` has into the images, as a server does that starts with it, and empties it. What it has of the images
@@ -61,14 +59,17 @@ pub fn held(path: &Path) -> Result<Vec<Held>, Error> {
 /// # Errors
 /// As [`held`]; an image that cannot be brought what the log has of it.
 pub fn recover(path: &Path, discarded: &[PathBuf]) -> Result<Recovered, Error> {
-    let io = |doing| move |source| LogError::Io { log: path.to_owned(), doing, source };
-    let store = open_store(path, Duration::ZERO).map_err(io("open"))?;
+    let store = open_store(path, Duration::ZERO).map_err(io(path, "open"))?;
     Ok(bring(path, store, discarded)?.1)
 }
 
+fn io(log: &Path, doing: &'static str) -> impl FnOnce(io::Error) -> LogError {
+    let log = log.to_owned();
+    move |source| LogError::Io { log, doing, source }
+}
+
 fn bring(path: &Path, store: FileStore, discarded: &[PathBuf]) -> Result<(Arc<FlushLog>, Recovered), Error> {
-    let io = |doing| move |source| LogError::Io { log: path.to_owned(), doing, source };
-    let host = this_host().map_err(io("tell whose is"))?;
+    let host = this_host().map_err(io(path, "tell whose is"))?;
     let started = Instant::now();
     let (log, recovered) = FlushLog::open(Arc::new(store), path, host, &Images { discarded })?;
     for subject in &recovered.replayed {
@@ -93,7 +94,7 @@ fn bring(path: &Path, store: FileStore, discarded: &[PathBuf]) -> Result<(Arc<Fl
 /// A host that cannot write it.
 pub(crate) fn close(log: &FlushLog) -> Result<(), Error> {
     let emptied = log.advance();
-    emptied.map_err(|source| LogError::Io { log: log.path().to_owned(), doing: "empty", source })?;
+    emptied.map_err(io(log.path(), "empty"))?;
     let usage = log.usage();
     tracing::info!(log = %log.path().display(), flushes = usage.records, syncs = usage.syncs, left = usage.used, "the flush log is closed");
     Ok(())

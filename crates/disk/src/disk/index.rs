@@ -51,7 +51,7 @@ impl Disk {
             return;
         }
         if let Err(error) = index::build(self.path(), &self.index_options()) {
-            tracing::warn!(disk = %self.path().display(), %error, "the chain gets no index");
+            tracing::warn!(disk = %self.path().display(), %error, "making the chain's indices ended early");
         }
         self.use_index();
     }

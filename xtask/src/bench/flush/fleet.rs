@@ -148,15 +148,12 @@ fn another(kind: Kind, number: usize, (image, keys): &Keyed, socket: &Path) -> V
 
 /// An image as its side makes them.
 pub(super) fn empty(kind: Kind, path: &Path, size: u64) -> Result<()> {
-    let mut create = match kind {
-        Kind::Qemu => Command::new("qemu-img"),
-        _ => Command::new(vmstrata()),
+    let (program, args): (PathBuf, &[&str]) = match kind {
+        Kind::Qemu => ("qemu-img".into(), &["create", "-q", "-f", "qcow2"]),
+        _ => (vmstrata(), &["create"]),
     };
-    if kind == Kind::Qemu {
-        create.args(["create", "-q", "-f", "qcow2"]);
-    } else {
-        create.arg("create");
-    }
+    let mut create = Command::new(program);
+    create.args(args);
     timed(create.arg(path).arg(size.to_string())).context("an empty image")?;
     Ok(())
 }
