@@ -288,3 +288,21 @@ fn a_crash_that_loses_nothing_leaves_everything() {
     let all = Crash { kind: CrashKind::Power, at: Moment(u64::MAX), survivors: Survivors::All };
     recording.crash(all, "nothing lost");
 }
+
+/// A process that was killed may have left the end of a layer's session in the page cache alone.
+#[test]
+fn the_newest_frozen_layer_is_flushed_when_a_disk_is_opened_for_writing() {
+    let dir = scratch();
+    let shapes = [LayerShape::qcow2(12, 300 << 10), LayerShape::qcow2(12, 300 << 10)];
+    let made = make(dir.path(), &shapes, &mut random("opened", 0));
+    let (plan, files, flush_log) = (FaultPlan::recording(), Default::default(), OnceLock::new());
+    let recorder = Arc::new(Recorder { plan: Arc::clone(&plan), files, flush_log });
+    let resources =
+        Resources::with_opener(ResourceOptions::default(), Arc::clone(&recorder) as Arc<dyn Opener>);
+    let disk = Disk::open(&made.top, &OpenOptions::default(), &resources).expect("opens");
+    let frozen = recorder.files.lock().unwrap().iter().position(|(file, _)| *file != file_of(&made.top));
+    let frozen = StoreId(frozen.expect("it was opened") as u32);
+    let is_flush = |record: &Record| record.store == frozen && matches!(record.operation, Operation::Flush);
+    assert!(plan.log().iter().any(is_flush));
+    disk.close().expect("closes");
+}

@@ -320,15 +320,13 @@ fn distrust_bitmaps(active: &Active, head: &Qcow2Head, file_len: u64) -> Result<
     Ok(Autoclear::BITMAPS.bits())
 }
 
-/// Flushes the newest of the frozen layers, where its header cannot tell that a process was killed before it had done so: as in
-/// the middle of a snapshot, whose last writes are read from now on.
+/// Flushes the newest of the frozen layers: a process that was killed as it froze it may have left its last writes, and the word that
+/// its session has ended, in the host's page cache alone. Both are read from now on.
 ///
 /// # Errors
 /// Whatever the host reports.
 fn flush_newest(below: &[Arc<Layer>], resources: &Resources) -> Result<()> {
-    let cannot_tell =
-        |layer: &&Arc<Layer>| layer.tables.as_ref().is_none_or(|tables| tables.version < FEATURES_SINCE);
-    let Some(layer) = below.last().filter(cannot_tell) else { return Ok(()) };
+    let Some(layer) = below.last() else { return Ok(()) };
     let flushed = resources.files().store(layer)?.flush();
     flushed.while_trying("flush it").map_err(|error| error.in_file(&layer.path))
 }

@@ -147,7 +147,8 @@ impl Traced {
     fn leave_file(&self, store: StoreId, path: &Path, crash: Crash) {
         let (before, changed) = &self.contents[store.0 as usize];
         std::fs::write(path, crash.image(before, &self.log, store)).expect("written");
-        let is_untouched = self.log.iter().all(|record| record.store != store || record.issued > crash.at);
+        let is_change = |record: &Record| record.store == store && record.operation != Operation::Flush;
+        let is_untouched = !self.log.iter().any(|record| is_change(record) && record.issued <= crash.at);
         if let Some(changed) = changed.filter(|_| is_untouched) {
             std::fs::File::options().write(true).open(path).unwrap().set_modified(changed).unwrap();
         }
