@@ -206,6 +206,17 @@ impl Layers {
         is_all.then(|| Some((Arc::clone(file), flusher.try_claim()?)))?
     }
 
+    /// A flush begins: the bytes that it has to write out at most, as far as that is known and nothing else is to be waited for.
+    pub(crate) fn begin_flush(&self) -> Option<u64> {
+        let file = match &self.top {
+            Top::Raw(raw) => &raw.file,
+            Top::Qcow2(active) => &active.file,
+            Top::Frozen => return None,
+        };
+        let is_known = self.before.is_none() && !self.is_flush_claimed();
+        file.local().filter(|_| is_known).map(LocalFile::begin_flush)
+    }
+
     /// Whether a ring flushes the active layer's file.
     pub(crate) fn is_flush_claimed(&self) -> bool {
         match &self.top {

@@ -16,15 +16,13 @@
 //! A write in place leaves no change, so a guest that overwrites and flushes needs no worker. A guest with nothing else under way
 //! waits for no other thread either: to wake one, and to be woken by it, takes as long as a fast disk's flush does. What this
 //! thread flushes is short, so that requests that come meanwhile wait little: few bytes were written to the file since the last
-//! flush began, and the last one here did not take long.
+//! flush began, the last one here did not take long, and no layer that a snapshot froze waits for its flush.
 //!
 //! A failed flush is not repeated: it fails the file's [`Flusher`](crate::flusher::Flusher), and a worker reports the error to
 //! each request that waits.
 
 use std::io;
 use std::time::{Duration, Instant};
-
-use vmstrata_store::LocalFile;
 
 use super::IoQueue;
 use crate::epoch::Phase;
@@ -98,12 +96,13 @@ impl IoQueue {
 
     fn start_flush_for_all(&mut self) {
         let slots = std::mem::take(&mut self.flushes.waiting);
-        let is_possible = self.disk.check_flushable().is_ok() && self.refresh();
-        let Some((file, claim)) = is_possible.then(|| self.layers.try_claim_flush()).flatten() else {
-            return self.commit(slots);
+        if self.disk.check_flushable().is_err() || !self.refresh() {
+            return self.leave_flush_to_workers(slots);
+        }
+        let is_short = self.layers.begin_flush().is_some_and(|len| len <= SHORT_MAX) && self.in_flight == 1;
+        let Some((file, claim)) = self.layers.try_claim_flush() else {
+            return self.commit(slots, is_short);
         };
-        let unflushed = file.local().map_or(u64::MAX, LocalFile::begin_flush);
-        let is_short = self.in_flight == 1 && unflushed <= SHORT_MAX;
         let flushed = if is_short { self.flushes.now(|| file.flush()) } else { None };
         self.flushes.in_flight = Some((slots, claim));
         match flushed {
@@ -113,10 +112,10 @@ impl IoQueue {
     }
 
     /// Commits changes of tables, or has the flush log do so.
-    fn commit(&mut self, slots: Vec<u32>) {
+    fn commit(&mut self, slots: Vec<u32>, is_short: bool) {
         // What is elsewhere is not waited for here.
         if let [slot] = slots[..]
-            && self.in_flight == 1
+            && is_short
             && !self.disk.may_be_absent()
         {
             self.leave_epoch(slot);
