@@ -8,6 +8,9 @@ use crate::error::{Error, Result};
 
 const HDFS: &str = "hdfs://";
 const HDFS_FORM: &str = "hdfs://NAMENODE[:PORT]/DIR[?block=SIZE], with blocks of 64K to 1024M";
+const S3: &str = "s3://";
+const S3_FORM: &str =
+    "s3://BUCKET[/PREFIX][?endpoint=http[s]://HOST[:PORT]], with letters, digits, '.', '_' and '-' in names";
 
 /// A block is what is lost with a DataNode, and HDFS allows a file 10,000 of them.
 const BLOCK_BYTES: u64 = 8 << 20;
@@ -21,6 +24,8 @@ pub enum Address {
     Directory(PathBuf),
     /// A directory of HDFS: `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`.
     Hdfs(HdfsAddress),
+    /// A part of a bucket of an object store that speaks S3: `s3://BUCKET[/PREFIX][?endpoint=URL]`.
+    S3(S3Address),
 }
 
 /// A directory of HDFS.
@@ -32,6 +37,17 @@ pub struct HdfsAddress {
     pub dir: String,
     /// Bytes of the blocks of new objects.
     pub block_bytes: u64,
+}
+
+/// A part of a bucket of an object store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct S3Address {
+    /// The bucket.
+    pub bucket: String,
+    /// What the names of all objects begin with: nothing, or with a slash behind and none before.
+    pub prefix: String,
+    /// The store, if the address says it: `http://HOST[:PORT]`.
+    pub endpoint: Option<String>,
 }
 
 impl Address {
@@ -48,9 +64,18 @@ impl Address {
                 Some(address) => Ok(Self::Hdfs(address)),
                 None => wrong(format!("expected {HDFS_FORM}")),
             },
+            Some("s3") => match S3Address::parse(text) {
+                Some(address) => Ok(Self::S3(address)),
+                None => wrong(format!("expected {S3_FORM}")),
+            },
             None if !text.is_empty() => Ok(Self::Directory(text.into())),
-            _ => wrong(format!("expected a directory, or {HDFS_FORM}")),
+            _ => wrong(format!("expected a directory, {HDFS_FORM}, or {S3_FORM}")),
         }
+    }
+
+    /// Whether `text` names a repository that is no directory of this host, rightly or not.
+    pub fn is_elsewhere(text: &str) -> bool {
+        [HDFS, S3].iter().any(|scheme| text.starts_with(scheme))
     }
 
     /// The addresses in a text that has `:` between them, as search paths have.
@@ -100,6 +125,37 @@ impl fmt::Display for HdfsAddress {
     }
 }
 
+impl S3Address {
+    fn parse(text: &str) -> Option<Self> {
+        let text = text.strip_prefix(S3)?;
+        let (place, endpoint) = match text.split_once('?') {
+            Some((place, query)) => (place, Some(query.strip_prefix("endpoint=")?.trim_end_matches('/'))),
+            None => (text, None),
+        };
+        let host = endpoint.map(|url| url.strip_prefix("http://").or_else(|| url.strip_prefix("https://")));
+        let is_host = |host: &str| !host.is_empty() && !host.contains(['/', '?', '#', '@', ' ']);
+        if host.is_some_and(|host| !host.is_some_and(is_host)) {
+            return None;
+        }
+        let (bucket, prefix) = place.split_once('/').unwrap_or((place, ""));
+        let prefix = prefix.trim_end_matches('/');
+        let is_word = |word: &str| {
+            let is_fit = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+            !word.is_empty() && !word.starts_with('.') && word.bytes().all(is_fit)
+        };
+        let is_right = is_word(bucket) && (prefix.is_empty() || prefix.split('/').all(is_word));
+        let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
+        is_right.then(|| Self { bucket: bucket.to_owned(), prefix, endpoint: endpoint.map(str::to_owned) })
+    }
+}
+
+impl fmt::Display for S3Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{S3}{}/{}", self.bucket, self.prefix.trim_end_matches('/'))?;
+        self.endpoint.iter().try_for_each(|endpoint| write!(f, "?endpoint={endpoint}"))
+    }
+}
+
 /// A number of bytes, or of `K` or `M`, that HDFS can take for the size of blocks.
 fn parse_block(text: &str) -> Option<u64> {
     let (digits, shift) = match text.as_bytes().last()? {
@@ -131,7 +187,7 @@ mod tests {
 
     #[test]
     fn addresses_are_directories_or_name_a_namenode_and_a_directory() {
-        for directory in ["/mnt/nas/vms", "vms", "hdfs", "./s3://v", "://v"] {
+        for directory in ["/mnt/nas/vms", "vms", "hdfs", "s3", "./s3://v", "://v"] {
             assert_eq!(Address::parse(directory).unwrap(), Address::Directory(directory.into()));
         }
         let hdfs = |text| match Address::parse(text) {
@@ -148,6 +204,25 @@ mod tests {
     }
 
     #[test]
+    fn an_address_in_s3_is_a_bucket_and_a_prefix() {
+        let s3 = |text| match Address::parse(text) {
+            Ok(Address::S3(at)) => (at.to_string(), at.bucket, at.prefix),
+            other => panic!("{text}: {other:?}"),
+        };
+        let at = |text: &str, prefix: &str| (text.to_owned(), "vms.example".to_owned(), prefix.to_owned());
+        let elsewhere = "s3://vms.example/a?endpoint=http://[::1]:9000";
+        assert_eq!(s3(elsewhere), at(elsewhere, "a/"));
+        assert_eq!(
+            s3("s3://vms.example/a?endpoint=https://h/"),
+            at("s3://vms.example/a?endpoint=https://h", "a/")
+        );
+        assert_eq!(s3("s3://vms.example"), at("s3://vms.example/", ""));
+        assert_eq!(s3("s3://vms.example/"), at("s3://vms.example/", ""));
+        assert_eq!(s3("s3://vms.example/a/web_1"), at("s3://vms.example/a/web_1", "a/web_1/"));
+        assert_eq!(s3("s3://vms.example/a//"), at("s3://vms.example/a", "a/"));
+    }
+
+    #[test]
     fn what_is_accepted_is_said() {
         let said = |text: &str| {
             let error = Address::parse(text).unwrap_err();
@@ -157,8 +232,22 @@ mod tests {
         for wrong in ["hdfs://nn:8020", "hdfs:///a", "hdfs://nn/a?size=1M", "hdfs://nn/a?block="] {
             assert_eq!(said(wrong), format!("expected {HDFS_FORM}"));
         }
-        for wrong in ["", "s3://bucket/v", "file:///v"] {
-            assert_eq!(said(wrong), format!("expected a directory, or {HDFS_FORM}"));
+        for wrong in [
+            "s3://",
+            "s3:///v",
+            "s3://host:9000/v",
+            "s3://b//v",
+            "s3://b/.new",
+            "s3://b/v?x=1",
+            "s3://b?endpoint=",
+            "s3://b?endpoint=h:1",
+            "s3://b?endpoint=http://h/x",
+            "s3://b/../v",
+        ] {
+            assert_eq!(said(wrong), format!("expected {S3_FORM}"));
+        }
+        for wrong in ["", "file:///v"] {
+            assert_eq!(said(wrong), format!("expected a directory, {HDFS_FORM}, or {S3_FORM}"));
         }
         for wrong in ["", "M", "63K", "1025M", "65537", "1G", "-1M", "99999999999999999999M"] {
             assert_eq!(parse_block(wrong), None, "{wrong}");

@@ -1,9 +1,10 @@
-//! Repositories: immutable objects in a directory or in HDFS.
+//! Repositories: immutable objects in a directory, in HDFS or in an object store.
 //!
 //! | kind | new objects | rename | copies | free space | holds |
 //! |---|---|---|---|---|---|
 //! | directory, local or mounted | `link(2)` decides | yes | 1 | of the file system | `flock` |
 //! | HDFS | a rename that replaces nothing | no | up to 16, in blocks of a size of choice | of the quota | leases |
+//! | S3 | a condition of the request | no | 1, which the store keeps safe | not told | no |
 //!
 //! | module | what it knows |
 //! |---|---|
@@ -13,6 +14,7 @@
 //! | `address` | where a repository is, as people write it |
 //! | `directory` | a directory of this host |
 //! | `hdfs` | a directory of HDFS |
+//! | `s3` | a part of a bucket of an object store |
 
 mod address;
 mod directory;
@@ -21,11 +23,13 @@ mod error;
 mod hdfs;
 mod name;
 mod repository;
+#[cfg(feature = "s3")]
+mod s3;
 
 use std::io;
 use std::sync::Arc;
 
-pub use address::{Address, HdfsAddress};
+pub use address::{Address, HdfsAddress, S3Address};
 pub use directory::DirectoryRepository;
 pub use error::{Error, Result};
 pub use name::{NameRule, ObjectName, draw_id};
@@ -50,10 +54,17 @@ impl Address {
             #[cfg(feature = "hdfs")]
             Self::Hdfs(address) => Ok(Arc::new(hdfs::HdfsRepository::open(address, names)?)),
             #[cfg(not(feature = "hdfs"))]
-            Self::Hdfs(address) => {
-                let told = io::Error::new(io::ErrorKind::Unsupported, "built without HDFS");
-                Err(Error::of(address, "opening")(told))
-            }
+            Self::Hdfs(address) => Err(left_out(address, "HDFS")),
+            #[cfg(feature = "s3")]
+            Self::S3(address) => Ok(Arc::new(s3::S3Repository::open(address, names)?)),
+            #[cfg(not(feature = "s3"))]
+            Self::S3(address) => Err(left_out(address, "S3")),
         }
     }
+}
+
+#[cfg(not(all(feature = "hdfs", feature = "s3")))]
+fn left_out(address: impl std::fmt::Display, what: &str) -> Error {
+    let told = io::Error::new(io::ErrorKind::Unsupported, format!("built without {what}"));
+    Error::of(address, "opening")(told)
 }

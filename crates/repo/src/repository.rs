@@ -150,8 +150,8 @@ pub trait Repository: Send + Sync + fmt::Debug {
         Err(Error { object: Some(from.clone()), ..unsupported(self, "renaming") })
     }
 
-    /// Removes what writers left that did not come to finish. Returns what went. One that still writes cannot finish: hold the
-    /// repository alone where that matters.
+    /// Removes what writers left that did not come to finish, or some of it. Returns what went. One that still writes may not be able to
+    /// finish: hold the repository alone where that matters.
     ///
     /// # Errors
     /// When some may be left.

@@ -3,5 +3,8 @@
 mod directory;
 #[cfg(feature = "hdfs")]
 mod hdfs;
+#[cfg(feature = "s3")]
+mod s3;
 mod suite;
 mod suite_hdfs;
+mod suite_s3;

@@ -21,7 +21,7 @@ const PIECE: usize = 1 << 20;
 /// Bytes of the blocks of layers unless the address says it: HDFS allows a file 10,000 of them.
 const BLOCK_BYTES: u64 = 128 << 20;
 
-/// Where a repository is that is no directory of this host: `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`.
+/// Where a repository is that is no directory of this host: `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]` or `s3://BUCKET[/PREFIX]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RepositoryAddress {
     /// As it was written.
@@ -42,7 +42,7 @@ impl RepositoryAddress {
         let mut address = Address::parse(text)?;
         match &mut address {
             Address::Hdfs(hdfs) if !text.contains('?') => hdfs.block_bytes = BLOCK_BYTES,
-            Address::Hdfs(_) => {}
+            Address::Hdfs(_) | Address::S3(_) => {}
             Address::Directory(_) => {
                 let why = "the repository of a disk in a directory lies beside the disk";
                 return Err(Error::of(text, "parsing")(io::Error::new(io::ErrorKind::InvalidInput, why)));
@@ -55,6 +55,7 @@ impl RepositoryAddress {
     pub fn place(&self) -> String {
         match &self.address {
             Address::Hdfs(hdfs) => hdfs.to_string(),
+            Address::S3(s3) => s3.to_string(),
             Address::Directory(path) => path.display().to_string(),
         }
     }
@@ -74,7 +75,7 @@ impl fmt::Display for RepositoryAddress {
     }
 }
 
-/// Where a disk is: `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`, and `#DISK` for one of a group, by its name in epochs.
+/// Where a disk is: the address of its repository, and `#DISK` for one of a group, by its name in epochs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskAddress {
     /// Its repository.
@@ -84,6 +85,11 @@ pub struct DiskAddress {
 }
 
 impl DiskAddress {
+    /// Whether `text` is one, rightly or not, and no file of this host.
+    pub fn is_address(text: &str) -> bool {
+        Address::is_elsewhere(text)
+    }
+
     /// The address that people write as `text`.
     ///
     /// # Errors
@@ -125,7 +131,8 @@ impl Elsewhere {
     /// What its disk or group is called on this host: as its last directory, with letters that any file system and group takes.
     pub(crate) fn disk_name(&self) -> String {
         let name = self.name();
-        let last = name.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
+        let place = name.split('?').next().unwrap_or_default();
+        let last = place.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
         let is_plain = |at, c: char| c.is_ascii_alphanumeric() || "_-".contains(c) || at > 0 && c == '.';
         let plain = |(at, c)| if is_plain(at, c) { c } else { '_' };
         last.chars().take(NAME_BYTES_MAX).enumerate().map(plain).collect()
@@ -189,8 +196,7 @@ mod tests {
         };
         assert_eq!(block("hdfs://namenode:8020/vms/web"), 128);
         assert_eq!(block("hdfs://namenode:8020/vms/web?block=1M"), 1);
-        for wrong in ["/mnt/nas", "vms", "s3://bucket/web", "hdfs://namenode", "", "hdfs://namenode/vms#web"]
-        {
+        for wrong in ["/mnt/nas", "vms", "s3://bucket?x", "hdfs://namenode", "", "hdfs://namenode/vms#web"] {
             let error = RepositoryAddress::parse(wrong).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{wrong}");
         }
