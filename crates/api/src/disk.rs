@@ -71,10 +71,10 @@ pub struct DiskSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(max_length = 200, pattern = "^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
     pub group: Option<String>,
-    /// With `tier`: publish in this repository instead, `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]`. `path` is then the image that becomes
+    /// With `tier`: publish in this repository instead, `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]` or `s3://BUCKET[/PREFIX][?endpoint=URL]`. `path` is then the image that becomes
     /// the first layer, which need not be there once the disk is published.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(pattern = "^hdfs://[^/]+/")]
+    #[schema(pattern = "^(hdfs://[^/]+/|s3://[^/?]+)")]
     pub repository: Option<String>,
     /// With `tier`: how many seconds old a write is at most when it is published, while the repository answers; 30 if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]

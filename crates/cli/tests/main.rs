@@ -39,6 +39,9 @@ mod replace;
 mod resize;
 mod restart;
 mod revert_served;
+#[cfg(feature = "s3")]
+#[path = "../../repo/tests/s3/mod.rs"]
+mod s3;
 mod serve;
 mod snapshot;
 mod snapshot_prune;
@@ -51,6 +54,7 @@ mod tier_attach;
 mod tier_file_systems;
 mod tier_hdfs;
 mod tier_hdfs_group;
+mod tier_s3;
 mod tour;
 mod usage;
 mod vm_killed;

@@ -35,7 +35,7 @@ pub struct ServeArgs {
     /// in, instead of its own directory; detect-zeroes=unmap gives the space of clusters that are written with zeros back; subclusters=off
     /// has overlays of snapshots made without subclusters; tier=DIR keeps what guests write in DIR on this host and publishes it
     /// beside FILE, on a NAS for example, before a write is 30 or SECONDS old, see `tier`; repository=hdfs://namenode:8020/vms/web
-    /// publishes it there instead; disks with the same group= are
+    /// or s3://vms/web publishes it there instead; disks with the same group= are
     /// cut at one instant and published together; epochs=2h keeps published
     /// states for so long, instead of 10m, for FILE@-90m for example; on-missing=error has reads that need the NAS fail when it has
     /// not answered for 30 or SECONDS, and not wait; on-outage=stall has flushes wait when the window cannot be kept,

@@ -96,7 +96,8 @@ Examples:
   vmstrata tier detach /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes
   vmstrata tier takeover hdfs://namenode:8020/vms/web --tier /var/lib/vmstrata --yes
 
-A disk whose repository is in HDFS (the disk's key repository) is named by that address, one of a group by hdfs://namenode:8020/vms/guest#data.qcow2.
+A disk whose repository is in HDFS or S3 (the disk's key repository) is named by that address, one of a group by hdfs://namenode:8020/vms/guest#data.qcow2
+or s3://vms/guest#data.qcow2. S3 is reached as the variables AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY say.
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
 

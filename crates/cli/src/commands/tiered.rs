@@ -128,7 +128,7 @@ impl Drop for Reading {
 /// # Errors
 /// One that is malformed.
 pub fn address_of(disk: &Path) -> Result<Option<DiskAddress>> {
-    let text = disk.to_str().filter(|text| text.starts_with("hdfs://"));
+    let text = disk.to_str().filter(|text| DiskAddress::is_address(text));
     Ok(text.map(DiskAddress::parse).transpose()?)
 }
 

@@ -6,6 +6,8 @@
 #![allow(dead_code, unreachable_pub)]
 
 pub mod contract;
+#[cfg(any(feature = "hdfs", feature = "s3"))]
+pub mod far;
 pub mod guest;
 pub mod http;
 pub mod killed;

@@ -570,7 +570,7 @@ mod tests {
         let elsewhere = |text: &str| api::DiskSpec { repository: Some(text.to_owned()), ..plain.clone() };
         let keys = [kept, stalls, budget(1 << 20), far, elsewhere("hdfs://namenode/vms")].map(without);
         assert_eq!(keys, ["epochs", "on-outage", "outage-bytes", "durability", "repository"]);
-        for text in ["/mnt/nas/vms", "s3://bucket/web", "hdfs://namenode", "hdfs://namenode/vms#web"] {
+        for text in ["/mnt/nas/vms", "s3:///web", "hdfs://namenode", "hdfs://namenode/vms#web"] {
             let told = refused(elsewhere(text)).to_string();
             assert!(told.starts_with(&format!("'repository' cannot be '{text}': ")), "{told}");
         }
