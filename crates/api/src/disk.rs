@@ -62,6 +62,14 @@ pub struct DiskSpec {
     /// How much its guests may do in a second.
     #[serde(default, skip_serializing_if = "is_default")]
     pub limits: DiskLimits,
+    /// What the guest has it for. With another role than `disk`, `path` is a raw file of this host that is made unless it is there, goes when
+    /// the disk is removed, and is never shipped.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub role: DiskRole,
+    /// With such a `role`: how many bytes the file is made with, a multiple of 4096.
+    #[serde(alias = "size-bytes", default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 4096)]
+    pub size_bytes: Option<u64>,
     /// Keep what guests write in this directory of the host, and publish it in a repository beside `path`, epoch by epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
@@ -101,6 +109,30 @@ pub struct DiskSpec {
     /// With `tier`: where what a guest has flushed is durable.
     #[serde(default, skip_serializing_if = "is_default")]
     pub durability: DurableAt,
+}
+
+/// What a guest has a disk for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum DiskRole {
+    /// To keep its data.
+    #[default]
+    Disk,
+    /// For swap: what is on it is of no use once the guest is off.
+    Swap,
+    /// For what need not outlive this host, as a file system's journal.
+    Local,
+}
+
+impl DiskRole {
+    /// As `role=` says it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Disk => "disk",
+            Self::Swap => "swap",
+            Self::Local => "local",
+        }
+    }
 }
 
 /// How data passes the host's page cache.
@@ -200,6 +232,9 @@ pub struct DiskStatus {
     /// How much its guests may do in a second.
     #[serde(default, skip_serializing_if = "is_default")]
     pub limits: DiskLimits,
+    /// What its guest has it for.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub role: DiskRole,
     /// Virtual size; absent unless the disk is served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_bytes: Option<u64>,

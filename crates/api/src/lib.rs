@@ -33,8 +33,8 @@ mod tier;
 
 pub use change::{Change, ChangedBy, Outcome};
 pub use disk::{
-    CacheMode, DetectZeroes, DiskDetail, DiskList, DiskSpec, DiskState, DiskStatus, FileNumber, Format,
-    LayerStatus, MovePhase, MoveStatus, Subclusters, UnreadableRange,
+    CacheMode, DetectZeroes, DiskDetail, DiskList, DiskRole, DiskSpec, DiskState, DiskStatus, FileNumber,
+    Format, LayerStatus, MovePhase, MoveStatus, Subclusters, UnreadableRange,
 };
 pub use event::Event;
 pub use export::{

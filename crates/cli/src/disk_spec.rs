@@ -24,7 +24,7 @@ pub fn format_parser() -> impl TypedValueParser<Value = Format> {
 
 /// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
 /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,repository=ADDRESS][,group=NAME][,window=SECONDS][,epochs=TIME]
-/// [,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE][,durability=host|repository]][,LIMITS]`.
+/// [,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE][,durability=host|repository]][,role=swap|local,size=SIZE][,LIMITS]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.
@@ -55,8 +55,8 @@ pub fn parse_api_disk(text: impl AsRef<OsStr>) -> Result<api::DiskSpec> {
             .collect(),
     });
     let limits = take_limits(&mut list)?;
-    let outage_bytes = take_size(&mut list, "outage-bytes")?;
-    Ok(api::DiskSpec { backing, limits, outage_bytes, ..list.read()? })
+    let (outage_bytes, size_bytes) = (take_size(&mut list, "outage-bytes")?, take_size(&mut list, "size")?);
+    Ok(api::DiskSpec { backing, limits, outage_bytes, size_bytes, ..list.read()? })
 }
 
 /// Reads limits: `iops-total=N`, `bps-read=SIZE` and their like, with `-max` and `-max-length`; or `none`.
@@ -181,6 +181,7 @@ mod tests {
                 backing: None,
                 limits: Limits::default(),
                 tier: None,
+                local: None,
             }
         );
     }

@@ -25,6 +25,7 @@ mod killed_offline;
 mod layouts;
 mod libvirt;
 mod limits;
+mod local_disks;
 mod map;
 mod merge;
 mod merge_layers;

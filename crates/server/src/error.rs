@@ -93,6 +93,16 @@ pub enum Error {
         /// The disk.
         name: String,
     },
+    /// A disk that stays on this host, and has no history.
+    #[error("disk '{name}' is local to this host (its key role={role}): there is no {what} of it")]
+    Local {
+        /// The disk.
+        name: String,
+        /// Its role.
+        role: &'static str,
+        /// What was asked for.
+        what: &'static str,
+    },
     /// An NBD export cannot be opened.
     #[error(transparent)]
     Nbd(#[from] nbd::Error),

@@ -26,7 +26,7 @@ use vmstrata_export::SocketAccess;
 use vmstrata_tier::{CACHE_BYTES_MIN, Wire};
 use vmstrata_types::path_from_text;
 
-pub use self::disk::{CloneOf, DiskSpec, StateError, TierSpec};
+pub use self::disk::{CloneOf, DiskSpec, LocalSpec, StateError, TierSpec};
 pub(crate) use self::disk::{shown_detect_zeroes, shown_durability, shown_on_outage, shown_subclusters};
 pub(crate) use self::limits::{limits_of, shown_limits};
 pub use self::nbd::{NbdError, NbdSpec};
@@ -210,6 +210,23 @@ pub enum SpecError {
     NotTiered {
         /// Its key.
         key: &'static str,
+    },
+    /// A size of a disk whose file is not made.
+    #[error("'size' goes with 'role=swap' and 'role=local'")]
+    SizeWithoutRole,
+    /// Something that a disk of one host does not do.
+    #[error("'{key}' does not go with 'role={role}'")]
+    NotLocal {
+        /// Its key.
+        key: &'static str,
+        /// The disk's role.
+        role: &'static str,
+    },
+    /// A disk of one host without a size, or with an odd one.
+    #[error("'role={role}' needs a size that is a multiple of 4096, as in size=2G")]
+    LocalSize {
+        /// The disk's role.
+        role: &'static str,
     },
     /// A group that cannot be called so.
     #[error(

@@ -140,13 +140,18 @@ pub enum DiskCommand {
         json: bool,
     },
     /// Close a disk, and the others of its group: exports are drained, images are left clean, files are unlocked
-    #[command(after_help = "Examples:\n  vmstrata disk remove web\n  vmstrata disk remove web --force")]
+    #[command(
+        after_help = "Examples:\n  vmstrata disk remove web\n  vmstrata disk remove web --force\n  vmstrata disk remove web-journal --yes"
+    )]
     Remove {
         /// The disk's name, or its path
         name: String,
         /// Also from under a guest that is attached
         #[arg(long)]
         force: bool,
+        /// Also the file of a disk with role=local, which goes with it
+        #[arg(long)]
+        yes: bool,
         /// Which server.
         #[command(flatten)]
         server: ControlArgs,

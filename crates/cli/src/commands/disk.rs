@@ -4,8 +4,8 @@ mod show;
 
 use std::process::ExitCode;
 
-use anyhow::Result;
-use vmstrata_api::{DiskDetail, DiskLimits, DiskList, DiskSpec, encode_segment};
+use anyhow::{Result, ensure};
+use vmstrata_api::{DiskDetail, DiskLimits, DiskList, DiskRole, DiskSpec, encode_segment};
 use vmstrata_types::path_from_text;
 
 use crate::args::{DiskArgs, DiskCommand};
@@ -44,11 +44,16 @@ pub fn run(args: &DiskArgs) -> Result<ExitCode> {
                 print_json(&limits)?;
             }
         }
-        DiskCommand::Remove { name, force, server, json } => {
+        DiskCommand::Remove { name, force, yes, server, json } => {
             let client = Client::new(server)?;
             let path = format!("/v1/disks/{}", encode_segment(&name_of(name, &client)?));
             // What it was: afterwards nobody knows.
             let was: DiskDetail = client.get(&path)?;
+            ensure!(
+                *yes || was.disk.role != DiskRole::Local,
+                "{} goes with the disk, which is local to this host: say --yes",
+                was.disk.path
+            );
             client.delete(&format!("{path}?force={force}"))?;
             if *json {
                 print_json(&was.disk)?;

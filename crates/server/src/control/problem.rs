@@ -74,6 +74,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::Spec(_)
         | Error::Tiered { .. }
         | Error::NotTiered { .. }
+        | Error::Local { .. }
         | Error::InGroup { .. }
         | Error::NewGroup { .. }
         | Error::GroupDiffers { .. } => (422, "invalid"),

@@ -67,6 +67,7 @@ impl Host {
             Some(attaching) => attaching,
             None => {
                 spec.refuse_if_tiered("being attached again")?;
+                spec.refuse_if_local("repository")?;
                 self.move_to_tier(&with_tier(&spec, asked)?, &disk)?
             }
         };

@@ -44,6 +44,7 @@ impl Host {
     /// Opens a disk that has its name already, or the disks of a group.
     pub(super) fn open_entered(&self, specs: &[DiskSpec]) -> Result<(), Error> {
         specs.iter().try_for_each(|spec| states::make_clone(spec, self.open_options(spec)))?;
+        specs.iter().try_for_each(states::make_local)?;
         for (spec, disk) in specs.iter().zip(self.open_and_let_in(specs)?) {
             self.tell(Event::DiskAdded { disk: spec.name.clone() });
             self.mend_index(&spec.name, &disk);
@@ -200,7 +201,8 @@ impl Host {
         Ok(shown_limits(limits))
     }
 
-    /// Closes a disk, and the others of its group: the exports are drained, the images are left clean, their files are unlocked.
+    /// Closes a disk, and the others of its group: the exports are drained, the images are left clean, their files are unlocked. The file of one
+    /// that stays on this host goes with it.
     ///
     /// # Errors
     /// No such disk; one that is not served, or that something is being done with; unless `force`, one that a guest is attached
@@ -239,7 +241,11 @@ impl Host {
             let open = disks.into_iter().filter_map(|(name, disk)| Some((name, disk?)));
             open.map(|(name, disk)| close_and_release(name, disk)).fold(Ok(()), Result::and)
         });
-        let closed = closed.and(published);
+        let removed = || {
+            let spec = self.table.lock().entry(name).map(|entry| entry.spec.clone());
+            spec.as_ref().map_or(Ok(()), states::remove_local)
+        };
+        let closed = closed.and(published).and_then(|()| removed());
         let error = closed.as_ref().err().map(Error::to_string);
         for name in all {
             self.table.lock().forget(&name);

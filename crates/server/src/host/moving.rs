@@ -42,6 +42,7 @@ impl Host {
         let (_change, table) = self.begin_change()?;
         let (spec, disk) = table.lend(name, BEGINNING)?;
         spec.refuse_if_tiered(BEGINNING)?;
+        spec.refuse_if_local("move")?;
         let open = self.open_options(spec);
         drop(table);
         let slot = self.jobs.reserve(&MOVE, name)?;

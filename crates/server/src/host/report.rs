@@ -121,6 +121,7 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         detect_zeroes: shown_detect_zeroes(entry.spec.detect_zeroes),
         subclusters: shown_subclusters(entry.spec.subclusters),
         limits: shown_limits(entry.spec.limits),
+        role: entry.spec.role(),
         size_bytes: disk.map(|disk| disk.size()),
         layers: disk.map(|disk| layers(disk)),
         failed: disk.and_then(|disk| disk.failure()),

@@ -164,6 +164,7 @@ impl Table {
         let of_all = asked.agent.as_deref().map(path_from_text);
         let served = |name: &String| {
             let (spec, disk) = self.lend(name, "having a snapshot taken")?;
+            spec.refuse_if_local("snapshot")?;
             let agent = of_all.as_ref().or(spec.agent.as_ref());
             Ok((disk, (name.clone(), agent.cloned())))
         };

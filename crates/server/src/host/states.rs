@@ -1,7 +1,9 @@
 //! Which file a disk's state is: the active one, a snapshot's layer, or a clone that may have to be made.
 
 use std::collections::HashSet;
-use std::os::unix::fs::MetadataExt as _;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::PathBuf;
 
 use vmstrata_disk::snapshot::Snapshot;
@@ -58,6 +60,9 @@ pub(crate) fn look_at(
             .map(drop)
             .map_err(|source| Error::System { action: "find the disk", source });
     }
+    if spec.local.is_some() && spec.path.symlink_metadata().is_err() {
+        return Ok(());
+    }
     let options = open_options(spec, allow_backing);
     if let Some(clone_of) = &spec.clone_of {
         if spec.path.symlink_metadata().is_err() {
@@ -84,6 +89,53 @@ pub(super) fn make_clone(spec: &DiskSpec, options: OpenOptions) -> Result<(), Er
     let options = of_origin(spec, options);
     let layer = snapshot::clone(&clone_of.disk, &clone_of.snapshot, &spec.path, &options)?;
     tracing::info!(clone = %spec.path.display(), layer = %layer.display(), "made a clone");
+    Ok(())
+}
+
+impl DiskSpec {
+    /// Refuses what there is not of a disk that stays on this host.
+    pub(super) fn refuse_if_local(&self, what: &'static str) -> Result<(), Error> {
+        match self.local {
+            Some(local) => Err(Error::Local { name: self.name.clone(), role: local.role.as_str(), what }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Makes the file of a disk that stays on this host, unless it is there: a guest of a server that was started again has its data on it.
+///
+/// # Errors
+/// Another file in its place; what the host reports.
+pub(super) fn make_local(spec: &DiskSpec) -> Result<(), Error> {
+    let Some(local) = spec.local else { return Ok(()) };
+    let bytes = local.bytes.get();
+    let make = || {
+        let file = File::options().write(true).create(true).truncate(false).mode(0o600).open(&spec.path)?;
+        let found = file.metadata()?;
+        if found.is_file() && found.len() == 0 {
+            file.set_len(bytes)?;
+            tracing::info!(disk = spec.name, path = %spec.path.display(), bytes, role = local.role.as_str(), "made its file");
+        }
+        file.metadata()
+    };
+    let found = make().map_err(|source| Error::System { action: "make the disk's file", source })?;
+    if found.is_file() && found.len() == bytes {
+        return Ok(());
+    }
+    Err(SpecError::from(StateError::NotTheLocal { path: spec.path.clone(), bytes }).into())
+}
+
+/// Removes the file of a disk that stays on this host.
+///
+/// # Errors
+/// What the host reports.
+pub(super) fn remove_local(spec: &DiskSpec) -> Result<(), Error> {
+    let Some(local) = spec.local else { return Ok(()) };
+    match fs::remove_file(&spec.path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        removed => removed.map_err(|source| Error::System { action: "remove the disk's file", source })?,
+    }
+    tracing::info!(disk = spec.name, path = %spec.path.display(), role = local.role.as_str(), "removed its file with it");
     Ok(())
 }
 

@@ -49,6 +49,45 @@ pub struct DiskSpec {
     pub limits: Limits,
     /// Where what they write is kept, if it is published.
     pub tier: Option<TierSpec>,
+    /// Whether its file comes and goes with it.
+    pub local: Option<LocalSpec>,
+}
+
+/// A disk of this host alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LocalSpec {
+    /// What its guest has it for.
+    pub role: api::DiskRole,
+    /// Bytes that its file is made with.
+    pub bytes: NonZeroU64,
+}
+
+/// What a local disk's size is a multiple of.
+const LOCAL_UNIT: u64 = 4096;
+
+impl LocalSpec {
+    fn of(asked: &api::DiskSpec) -> Result<Option<Self>, SpecError> {
+        let role = asked.role;
+        if role == api::DiskRole::Disk {
+            return if asked.size_bytes.is_some() { Err(SpecError::SizeWithoutRole) } else { Ok(None) };
+        }
+        let refused = [
+            ("read-only", asked.read_only),
+            ("at", asked.at.is_some()),
+            ("clone", asked.clone.is_some()),
+            ("keep", asked.keep.is_some()),
+            ("backing", asked.backing.is_some()),
+            ("format=qcow2", asked.format == Some(api::Format::Qcow2)),
+            ("tier", asked.tier.is_some()),
+        ];
+        if let Some((key, _)) = refused.into_iter().find(|(_, is_asked)| *is_asked) {
+            return Err(SpecError::NotLocal { key, role: role.as_str() });
+        }
+        let bytes =
+            asked.size_bytes.filter(|bytes| bytes.is_multiple_of(LOCAL_UNIT)).and_then(NonZeroU64::new);
+        let bytes = bytes.ok_or(SpecError::LocalSize { role: role.as_str() })?;
+        Ok(Some(Self { role, bytes }))
+    }
 }
 
 /// How a disk is published.
@@ -205,6 +244,14 @@ pub enum StateError {
         /// What was asked for.
         path: PathBuf,
     },
+    /// A file in the place of a disk that stays on this host.
+    #[error("{} is no file of {bytes} bytes: it may be another's, so name another file, or its own size", path.display())]
+    NotTheLocal {
+        /// The file.
+        path: PathBuf,
+        /// Bytes that it should have.
+        bytes: u64,
+    },
     /// A file in the place of a clone.
     #[error("{} exists, and is no clone of {} at {snapshot:?}: name another file", path.display(), disk.display())]
     NotTheClone {
@@ -235,6 +282,7 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             path.map_or(Ok(()), |path| check_path(key, path))?;
         }
         let tier = TierSpec::of(&asked)?;
+        let local = LocalSpec::of(&asked)?;
         let read_only = asked.read_only || asked.at.is_some() && asked.clone.is_none();
         let (path, called, clone_of) = match (asked.at, asked.clone) {
             (None, Some(_)) => return Err(StateError::CloneOfNothing.into()),
@@ -258,7 +306,7 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             api::DetectZeroes::On => DetectZeroes::On,
             api::DetectZeroes::Unmap => DetectZeroes::Unmap,
         };
-        let format = asked.format.map(|format| match format {
+        let format = asked.format.or(local.map(|_| api::Format::Raw)).map(|format| match format {
             api::Format::Qcow2 => Format::Qcow2,
             api::Format::Raw => Format::Raw,
         });
@@ -281,6 +329,7 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             backing,
             limits,
             tier,
+            local,
         })
     }
 }
@@ -337,6 +386,8 @@ impl From<&DiskSpec> for api::DiskSpec {
             on_outage: spec.tier.as_ref().map(|tier| shown_on_outage(tier.on_outage)).unwrap_or_default(),
             outage_bytes: spec.tier.as_ref().and_then(|tier| tier.outage_bytes).map(NonZeroU64::get),
             durability: spec.tier.as_ref().map(|tier| shown_durability(tier.durability)).unwrap_or_default(),
+            role: spec.role(),
+            size_bytes: spec.local.map(|local| local.bytes.get()),
         }
     }
 }
@@ -372,6 +423,11 @@ pub(crate) fn shown_detect_zeroes(detect_zeroes: DetectZeroes) -> api::DetectZer
 }
 
 impl DiskSpec {
+    /// What its guest has it for.
+    pub(crate) fn role(&self) -> api::DiskRole {
+        self.local.map(|local| local.role).unwrap_or_default()
+    }
+
     /// The group of disks that it is published with.
     pub(crate) fn group(&self) -> Option<&str> {
         self.tier.as_ref()?.group.as_deref()

@@ -1,8 +1,8 @@
 //! `vmstrata disk show`: a disk of a running server, what was done to it, and its chain.
 
 use vmstrata_api::{
-    DepthStats, DetectZeroes, DiskDetail, DiskLimits, DiskStats, Format, KindStats, Latency, LayerStatus,
-    Subclusters,
+    DepthStats, DetectZeroes, DiskDetail, DiskLimits, DiskRole, DiskStats, Format, KindStats, Latency,
+    LayerStatus, Subclusters,
 };
 
 use crate::commands::serve::attachments;
@@ -28,6 +28,9 @@ pub fn to_text(shown: &DiskDetail, number: usize) -> String {
     };
     if disk.subclusters == Subclusters::Off {
         text += "  subclusters=off\n";
+    }
+    if disk.role != DiskRole::Disk {
+        text += &format!("  role={}: its file goes with it\n", disk.role.as_str());
     }
     if disk.limits != DiskLimits::default() {
         text += &format!("  limits: {}\n", disk.limits);

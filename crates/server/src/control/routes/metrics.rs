@@ -124,6 +124,12 @@ impl Numbers {
         gauges(encoder, "disk_size_bytes", "Virtual size", sizes)?;
         let layers = of_disks(|disk| disk.layers.unwrap_or_default());
         gauges(encoder, "disk_layers", "Layers of the chain", layers)?;
+        let roles = self
+            .status
+            .disks
+            .iter()
+            .map(|disk| ([("disk", disk.name.as_str()), ("role", disk.role.as_str())], 1));
+        gauges(encoder, "disk_role", "1: what the disk's guest has it for", roles)?;
         let failed = of_disks(|disk| u64::from(disk.failed.is_some()));
         let help = "1 if the disk takes no more writes because it has failed: it is served for reading";
         gauges(encoder, "disk_failed", help, failed)?;
@@ -341,6 +347,7 @@ mod tests {
             moving: None,
             tier: Some(tier()),
             limits: vmstrata_api::DiskLimits::default(),
+            role: vmstrata_api::DiskRole::Disk,
             size_bytes: Some(1 << 30),
             layers: Some(300),
             failed: Some("EIO".to_owned()),
