@@ -93,13 +93,18 @@ need_promtool() {
     have promtool || die "no promtool in Debian's package prometheus"
 }
 
+# Makes Python able to make environments of its own.
+need_venv() {
+    python3 -c 'import ensurepip' 2>/dev/null || as_root apt-get install -q -y --no-install-recommends python3-venv
+}
+
 # Sets SCHEMATHESIS to the program, which is installed for this repository alone; fails where that cannot be had.
 need_schemathesis() {
     local tools=$PWD/target/tools/schemathesis
     SCHEMATHESIS=$tools/bin/schemathesis
     [ -x "$SCHEMATHESIS" ] && return
     say "installing schemathesis"
-    python3 -c 'import ensurepip' 2>/dev/null || as_root apt-get install -q -y --no-install-recommends python3-venv || return
+    need_venv || return
     python3 -m venv "$tools" && "$tools/bin/pip" install -q schemathesis==4.32.5
 }
 
