@@ -91,6 +91,7 @@ fn another_file_is_not_taken_for_a_local_disk() {
         (format!("path={other},role=swap,size=1000"), "multiple of 4096"),
         (format!("path={other},size=16M"), "'size' goes with"),
         (format!("path={other},role=local,size=16M,tier=/t"), "'tier' does not go with 'role=local'"),
+        ("path=nbd://localhost/x,role=swap,size=16M".to_owned(), "'path=nbd' does not go with"),
         (format!("path={other},role=local,size=16M,format=qcow2"), "'format=qcow2' does not go with"),
     ] {
         let said = run_err_of_serve(&disk, &images);

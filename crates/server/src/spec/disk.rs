@@ -78,6 +78,7 @@ impl LocalSpec {
             ("keep", asked.keep.is_some()),
             ("backing", asked.backing.is_some()),
             ("format=qcow2", asked.format == Some(api::Format::Qcow2)),
+            ("path=nbd", Uri::is_meant(&path_from_text(&asked.path))),
             ("tier", asked.tier.is_some()),
         ];
         if let Some((key, _)) = refused.into_iter().find(|(_, is_asked)| *is_asked) {
