@@ -67,7 +67,7 @@ pub struct DiskSpec {
     #[serde(default, skip_serializing_if = "is_default")]
     pub role: DiskRole,
     /// With such a `role`: how many bytes the file is made with, a multiple of 4096.
-    #[serde(alias = "size-bytes", default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 4096)]
     pub size_bytes: Option<u64>,
     /// Keep what guests write in this directory of the host, and publish it in a repository beside `path`, epoch by epoch.
