@@ -96,9 +96,14 @@ impl Ring {
         (self.batch_max() / 2) as usize
     }
 
-    /// What all batches may take: at the end one may not fit.
+    /// What records with operations may take: at the end of the ring a batch may not fit.
     fn usable(self) -> u64 {
         self.len - self.batch_max()
+    }
+
+    /// How many bytes are left at `place` up to the end.
+    fn to_end(self, place: u64) -> u64 {
+        self.len - place % self.len
     }
 
     /// What only records without operations may take, one block each.
@@ -113,7 +118,7 @@ impl Ring {
 
     /// Where a batch of `len` bytes goes that is to follow what ends at `place`.
     pub(crate) fn place_for(self, place: u64, len: u64) -> u64 {
-        let to_end = self.len - place % self.len;
+        let to_end = self.to_end(place);
         if len > to_end { place + to_end } else { place }
     }
 
@@ -326,9 +331,10 @@ impl FlushLog {
     /// Brings a record to stable storage, with those of others; returns the number of its batch.
     pub(crate) fn submit(&self, share: ShareId, bytes: Vec<u8>, content: Content) -> Result<u64, Refused> {
         let cost = batch_len(bytes.len());
+        debug_assert!(!content.is_needed || cost == BLOCK, "what is set aside has a block for each");
         let mut state = self.state.lock();
         self.check(&state).map_err(Refused::Failed)?;
-        let mut room = self.ring.usable().saturating_sub(state.used() + state.queued);
+        let mut room = state.room(self.ring, content.is_needed);
         if !content.is_needed {
             let own = state.shares[&share].live_bytes;
             let most = self.ring.usable() / 2 / state.shares.len().max(2) as u64;
@@ -371,8 +377,10 @@ impl FlushLog {
     fn write_batch(&self, state: &mut MutexGuard<'_, State>) {
         let mut records = Vec::new();
         let mut bytes = 0;
+        // Only one record alone may not fit the end.
+        let most = self.ring.batch_max().min(self.ring.to_end(state.head.place));
         while let Some(next) = state.queue.front()
-            && (records.is_empty() || batch_len(bytes + next.bytes.len()) <= self.ring.batch_max())
+            && (records.is_empty() || batch_len(bytes + next.bytes.len()) <= most)
         {
             let next = state.queue.pop_front().expect("it is there");
             bytes += next.bytes.len();
@@ -460,6 +468,15 @@ impl State {
     /// Bytes of the ring from the tail to the head.
     fn used(&self) -> u64 {
         self.head.place - self.tail.place
+    }
+
+    /// Bytes left for the next record. What a batch did not use at the end of the ring counts as used; until one has come there, as much is kept
+    /// as a record of more than a block may leave.
+    fn room(&self, ring: Ring, is_needed: bool) -> u64 {
+        let is_before_end = self.head.place / ring.len() == self.tail.place / ring.len();
+        let may_leave_some = !is_needed || self.queue.iter().any(|waiting| !waiting.content.is_needed);
+        let kept = if is_before_end && may_leave_some { ring.batch_max() } else { 0 };
+        ring.len().saturating_sub(self.used() + self.queued + kept)
     }
 
     fn replays(&self, share: &Share) -> bool {

@@ -95,6 +95,12 @@ fn what_was_flushed_survives_a_crash_at_any_moment() {
     println!("{cuts} cuts of {} workloads", seed - first);
 }
 
+/// One file kept the tail, and what a record had left free at the end of the ring was taken from what is set aside.
+#[test]
+fn a_ring_with_a_gap_at_its_end_has_room_for_what_must_be_told() {
+    History::make(1002, FILES, LEN, STEPS[0] + STEPS[1]);
+}
+
 #[test]
 fn workloads_write_the_log_more_than_once() {
     let history = History::make(0, FILES, LEN, STEPS[0]);
