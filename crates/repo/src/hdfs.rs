@@ -281,8 +281,7 @@ impl Repository for HdfsRepository {
 
     /// HDFS as a whole: what two of its directories hold is lost with one NameNode.
     fn device(&self) -> DeviceId {
-        let hash = blake3::hash(self.common.address.authority.as_bytes());
-        DeviceId(u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("32 bytes have 8")))
+        DeviceId::of_place(&self.common.address.authority)
     }
 
     fn free_bytes(&self) -> Result<u64> {

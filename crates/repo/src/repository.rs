@@ -15,6 +15,15 @@ use crate::name::ObjectName;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceId(pub u64);
 
+#[cfg(any(feature = "hdfs", feature = "s3"))]
+impl DeviceId {
+    /// The device of all repositories at one place, which its text names.
+    pub(crate) fn of_place(place: &str) -> Self {
+        let hash = blake3::hash(place.as_bytes());
+        Self(u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("32 bytes have 8")))
+    }
+}
+
 /// How a repository is to be held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
@@ -238,4 +247,23 @@ pub trait ObjectReader: Send + Sync {
     /// # Errors
     /// What the medium says; `UnexpectedEof` past the end.
     fn read_at(&self, at: u64, into: &mut [u8]) -> Result<()>;
+}
+
+/// Fills `into` from byte `at` of an object of `len` bytes, up to `most` bytes at a time.
+///
+/// # Errors
+/// `UnexpectedEof` past the end; those of `read`.
+#[cfg(any(feature = "hdfs", feature = "s3"))]
+pub(crate) fn read_in_pieces(
+    len: u64,
+    (at, into): (u64, &mut [u8]),
+    most: usize,
+    read: impl Fn(u64, &mut [u8]) -> io::Result<()>,
+) -> io::Result<()> {
+    let end = at.checked_add(into.len() as u64);
+    if end.is_none_or(|end| end > len) {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let mut pieces = into.chunks_mut(most).enumerate();
+    pieces.try_for_each(|(number, piece)| read(at + (number * most) as u64, piece))
 }

@@ -217,8 +217,7 @@ impl Repository for S3Repository {
 
     /// The store as a whole.
     fn device(&self) -> DeviceId {
-        let hash = blake3::hash(self.common.link.place.as_bytes());
-        DeviceId(u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("32 bytes have 8")))
+        DeviceId::of_place(&self.common.link.place)
     }
 
     fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {

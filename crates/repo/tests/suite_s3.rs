@@ -52,7 +52,7 @@ fn what_has_many_parts_is_put_together(repository: &dyn Repository) {
     assert_eq!(second.finish().expect_err("is not new").kind(), ErrorKind::AlreadyExists);
 }
 
-/// And what somebody removed does not appear. Only what was sent in parts has to lie in the store before it has its name.
+/// A sweep leaves a recent upload alone. An upload whose unfinished file was deleted fails to finish.
 fn what_is_being_written_is_not_swept(one: &dyn Repository, other: &dyn Repository, store: &Store) {
     for is_removed in [false, true] {
         let mut object = one.create_new(&name("slow"), 1).expect("begins");

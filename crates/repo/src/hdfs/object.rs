@@ -13,7 +13,7 @@ use super::hold::{HoldDir, lost};
 use super::link::{Link, PIECE};
 use crate::error::{Error, Result};
 use crate::name::ObjectName;
-use crate::repository::{NewObject, ObjectReader};
+use crate::repository::{NewObject, ObjectReader, read_in_pieces};
 
 /// How long the NameNode may take to know of a block that DataNodes have, and how often it is asked.
 const KNOWN_MAX: Duration = Duration::from_secs(60);
@@ -162,7 +162,8 @@ impl OpenFile {
         Ok(Self { repository, name, path, len, reader: Mutex::new(Arc::new(reader)) })
     }
 
-    fn read_piece(&self, at: usize, into: &mut [u8]) -> io::Result<()> {
+    fn read_piece(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        let at = usize::try_from(at).map_err(|_| io::ErrorKind::UnexpectedEof)?;
         let Common { link, patience, .. } = &*self.repository;
         loop {
             let reader = Arc::clone(&self.reader.lock());
@@ -182,16 +183,6 @@ impl OpenFile {
             *self.reader.lock() = Arc::new(fresh);
         }
     }
-
-    fn read_range(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        let end = at.checked_add(into.len() as u64);
-        if end.is_none_or(|end| end > self.len) {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        let at = usize::try_from(at).map_err(|_| io::ErrorKind::UnexpectedEof)?;
-        let mut pieces = into.chunks_mut(PIECE).enumerate();
-        pieces.try_for_each(|(number, piece)| self.read_piece(at + number * PIECE, piece))
-    }
 }
 
 impl ObjectReader for OpenFile {
@@ -201,7 +192,7 @@ impl ObjectReader for OpenFile {
 
     fn read_at(&self, at: u64, into: &mut [u8]) -> Result<()> {
         let failed = Error::of_read(&self.repository.address, &self.name, at);
-        self.read_range(at, into).map_err(failed)
+        read_in_pieces(self.len, (at, into), PIECE, |at, piece| self.read_piece(at, piece)).map_err(failed)
     }
 }
 

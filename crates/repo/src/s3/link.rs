@@ -12,7 +12,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::address::S3Address;
 
-/// Threads of the client: they move bytes while nobody waits.
+/// Worker threads of the client, which send and receive.
 const THREADS: usize = 2;
 /// What `object_store` takes for the region that is not said.
 const REGION: &str = "us-east-1";
@@ -20,7 +20,6 @@ const REGION: &str = "us-east-1";
 const CONNECT_MAX: Duration = Duration::from_secs(5);
 /// How long a request may take, and for how long one that fails is tried again.
 pub(super) const REQUEST_MAX: Duration = Duration::from_secs(60);
-
 /// How long to try what others do later as well.
 const TIDY_MAX: Duration = Duration::from_secs(5);
 

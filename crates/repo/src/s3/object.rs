@@ -12,7 +12,7 @@ use super::Common;
 use super::copy::copy;
 use crate::error::{Error, Result};
 use crate::name::ObjectName;
-use crate::repository::{NewObject, ObjectReader};
+use crate::repository::{NewObject, ObjectReader, read_in_pieces};
 
 /// Bytes of the parts that a large object is sent in.
 const PART: usize = 32 << 20;
@@ -231,15 +231,6 @@ impl OpenFile {
             None => Err(io::Error::other("it was replaced by another")),
         }
     }
-
-    fn read_range(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        let end = at.checked_add(into.len() as u64);
-        if end.is_none_or(|end| end > self.len) {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        let mut pieces = into.chunks_mut(PIECE).enumerate();
-        pieces.try_for_each(|(number, piece)| self.read_piece(at + (number * PIECE) as u64, piece))
-    }
 }
 
 impl ObjectReader for OpenFile {
@@ -249,6 +240,6 @@ impl ObjectReader for OpenFile {
 
     fn read_at(&self, at: u64, into: &mut [u8]) -> Result<()> {
         let failed = Error::of_read(&self.repository.address, &self.name, at);
-        self.read_range(at, into).map_err(failed)
+        read_in_pieces(self.len, (at, into), PIECE, |at, piece| self.read_piece(at, piece)).map_err(failed)
     }
 }
