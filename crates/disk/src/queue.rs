@@ -119,8 +119,9 @@ impl IoQueue {
     /// A queue for up to about `depth` requests at a time.
     ///
     /// # Errors
-    /// A host without io_uring, or out of descriptors.
+    /// A host without io_uring, or out of descriptors or threads.
     pub fn new(disk: Arc<Disk>, depth: u32) -> Result<Self> {
+        disk.resources.start_workers()?;
         let mailbox = Arc::new(Mailbox::new()?);
         disk.call_when_changed(&mailbox);
         let (hooks_version, Hooked { observer, throttle, durability }) = disk.hooks.get();

@@ -73,7 +73,7 @@ impl Resources {
     /// Resources for disks made of local files.
     ///
     /// # Errors
-    /// A host that cannot start their threads.
+    /// A host that cannot start their thread for maintenance.
     pub fn start(options: ResourceOptions) -> Result<Arc<Self>> {
         Self::start_with(options, Arc::new(LocalFiles))
     }
@@ -81,7 +81,7 @@ impl Resources {
     /// As [`Resources::start`], where no caller can handle an error.
     ///
     /// # Panics
-    /// When the host cannot start their threads.
+    /// When the host cannot start their thread for maintenance.
     pub fn new(options: ResourceOptions) -> Arc<Self> {
         Self::with_opener(options, Arc::new(LocalFiles))
     }
@@ -103,8 +103,8 @@ impl Resources {
             owners: Owners::new(Arc::new(PageCache::new(options.metadata_cache_bytes)?)),
             files: Arc::new(FileTable::new(opener, options.max_open_files)),
             clusters: ClusterCache::default(),
-            workers: Workers::new(options.workers)?,
-            flushers: Workers::for_flushes(options.workers)?,
+            workers: Workers::new(options.workers),
+            flushers: Workers::for_flushes(options.workers),
             maintenance: Maintenance::new()?,
             journal_dir: options.journal_dir,
             layers: Mutex::default(),
@@ -134,6 +134,15 @@ impl Resources {
 
     pub(crate) fn clusters(&self) -> &ClusterCache {
         &self.clusters
+    }
+
+    /// Starts the threads that requests of queues may need, unless they run.
+    ///
+    /// # Errors
+    /// A host that cannot start them.
+    pub(crate) fn start_workers(&self) -> Result<()> {
+        self.workers.start()?;
+        self.flushers.start()
     }
 
     pub(crate) fn workers(&self) -> &Workers {

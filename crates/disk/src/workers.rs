@@ -87,42 +87,47 @@ enum Work {
     LetGo(Box<dyn Send>),
 }
 
-/// The threads of a process. They end when this is dropped and the jobs are done.
+/// The threads of a process, from the first [`Workers::start`] on. They end when this is dropped and the jobs are done.
 ///
 /// Disks take turns, and none can have all threads: see [`Lanes::next`].
 #[derive(Debug)]
 pub(crate) struct Workers {
     queue: Arc<Queue>,
+    name: &'static str,
+    threads: usize,
+    started: Mutex<usize>,
 }
 
 impl Workers {
-    /// Starts threads for `count` jobs of a disk at a time, at least one, and as many again for other disks.
+    /// Threads for `count` jobs of a disk at a time, at least one, and as many again for other disks.
+    pub(crate) fn new(count: usize) -> Self {
+        let busy_max = count.max(1);
+        Self::named("worker", busy_max, 2 * busy_max)
+    }
+
+    /// Threads that wait for storage, one for each of so many disks: those that flush at the same time can share a sync then.
+    pub(crate) fn for_flushes(workers: usize) -> Self {
+        Self::named("flush", 1, (8 * workers).clamp(1, FLUSHERS_MAX))
+    }
+
+    fn named(name: &'static str, busy_max: usize, threads: usize) -> Self {
+        let lanes = Mutex::new(Lanes::new(busy_max, threads));
+        let queue = Arc::new(Queue { lanes, changed: Condvar::new() });
+        Self { queue, name, threads, started: Mutex::new(0) }
+    }
+
+    /// Starts the threads that have not begun: who only opens disks needs none.
     ///
     /// # Errors
     /// A host that cannot start them.
-    pub(crate) fn new(count: usize) -> Result<Self> {
-        let busy_max = count.max(1);
-        Self::start("worker", busy_max, 2 * busy_max)
-    }
-
-    /// Starts threads that wait for storage, one for each of so many disks: those that flush at the same time can share a sync then.
-    ///
-    /// # Errors
-    /// As [`Workers::new`].
-    pub(crate) fn for_flushes(workers: usize) -> Result<Self> {
-        Self::start("flush", 1, (8 * workers).clamp(1, FLUSHERS_MAX))
-    }
-
-    fn start(name: &str, busy_max: usize, threads: usize) -> Result<Self> {
-        let lanes = Lanes::new(busy_max, threads);
-        let queue = Arc::new(Queue { lanes: Mutex::new(lanes), changed: Condvar::new() });
-        // Dropped on an error, it ends those that have begun.
-        let workers = Self { queue };
-        for number in 0..threads {
-            let queue = Arc::clone(&workers.queue);
-            threads::start(format!("{name}-{number}"), move || queue.work())?;
+    pub(crate) fn start(&self) -> Result<()> {
+        let mut started = self.started.lock();
+        while *started < self.threads {
+            let queue = Arc::clone(&self.queue);
+            threads::start(format!("{}-{started}", self.name), move || queue.work())?;
+            *started += 1;
         }
-        Ok(workers)
+        Ok(())
     }
 
     pub(crate) fn send(&self, job: Job) {
@@ -322,7 +327,8 @@ mod tests {
             }
         }
         let (tell, told) = mpsc::channel();
-        let workers = Workers::new(2).unwrap();
+        let workers = Workers::new(2);
+        workers.start().unwrap();
         workers.let_go(Tell(tell));
         assert!(told.recv().unwrap().unwrap().starts_with("worker-"));
     }
@@ -344,7 +350,8 @@ mod tests {
             }
         }
         let (disks, all) = (8, Arc::new(Barrier::new(8)));
-        let flushers = Workers::for_flushes(1).unwrap();
+        let flushers = Workers::for_flushes(1);
+        flushers.start().unwrap();
         let mailbox = Arc::new(Mailbox::new().unwrap());
         for slot in 0..disks {
             let disk: Arc<dyn CarryOut> = Arc::new(Meets(Arc::clone(&all)));
