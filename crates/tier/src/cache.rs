@@ -16,12 +16,13 @@
 //! - A read holds a layer's token from before it looks at chunks to its end. Eviction takes a chunk out of the table, replaces the token, and
 //!   frees the chunk's bytes once no read holds the old token. It does not wait for that: the budget is exceeded meanwhile.
 //! - A layer gives up no more chunks before those are gone: who holds an older token needs no newer one.
+//! - A pinned layer, which a file `ID.pinned` makes it, gives up none.
 //! - One process writes the directory at a time. Others may read what it has beside it: for them nothing is ever here, and they prove each
 //!   chunk that they find.
 //!
 //! Lock order: one at a time, but for a layer's file under the room.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::fs::{DirBuilder, File};
 use std::io::{self, Read as _, Write as _};
@@ -63,6 +64,7 @@ const FEW: u64 = 8 * CHUNK;
 const PATIENCE: Duration = Duration::from_secs(5);
 const LOCK: &str = "lock";
 const CHUNKS_SUFFIX: &str = ".chunks";
+const PINNED_SUFFIX: &str = ".pinned";
 const PRIVATE: u32 = 0o600;
 
 /// See the module documentation.
@@ -115,6 +117,8 @@ struct Room {
     /// Bytes of chunks that files have, or may have.
     used: u64,
     retired: Vec<Retired>,
+    /// Layers that give up nothing.
+    pinned: HashSet<ObjectId>,
 }
 
 /// Chunks of a layer that are given up.
@@ -215,7 +219,13 @@ impl Cached {
         is_here
     }
 
-    fn take_used(&self, chunk: usize) -> bool {
+    /// Whether a chunk was read since that was forgotten.
+    pub(crate) fn is_used(&self, chunk: usize) -> bool {
+        self.chunks[chunk].load(Ordering::SeqCst) & State::USED != 0
+    }
+
+    /// Forgets that a chunk was read; whether it was.
+    pub(crate) fn take_used(&self, chunk: usize) -> bool {
         self.chunks[chunk].fetch_and(!State::USED, Ordering::SeqCst) & State::USED != 0
     }
 
@@ -225,6 +235,27 @@ impl Cached {
 
     fn set(&self, chunk: usize, state: State) {
         self.chunks[chunk].store(state.0, Ordering::SeqCst);
+    }
+
+    /// Bytes of the layer.
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// How many chunks there are.
+    pub(crate) fn chunk_count(&self) -> usize {
+        self.chunks.len()
+    }
+
+    /// Bytes of chunks that are here, or that the file may have.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        let is_kept = |chunk: &usize| self.state(*chunk) != State::MISSING;
+        (0..self.chunks.len()).filter(is_kept).map(|chunk| self.chunk_len(chunk)).sum()
+    }
+
+    /// Whether a chunk is neither here nor in the file, at this moment.
+    pub(crate) fn is_missing(&self, chunk: usize) -> bool {
+        self.state(chunk) == State::MISSING
     }
 
     /// Whether a chunk is here at this moment.
@@ -402,6 +433,7 @@ impl Cache {
         let cache = open().and_then(|mut cache| {
             cache.find()?;
             cache.budget = budget(&cache);
+            cache.check_pins();
             cache.shrink(&mut cache.room.lock());
             Ok(cache)
         });
@@ -452,7 +484,8 @@ impl Cache {
         let mut room = self.room.lock();
         for entry in self.dir.entries()? {
             let (place, _) = entry?;
-            let Some(id) = id_of(&place) else { continue };
+            room.pinned.extend(id_of(&place, PINNED_SUFFIX));
+            let Some(id) = id_of(&place, CHUNKS_SUFFIX) else { continue };
             let file = match place.open(Access::ReadWrite) {
                 Ok(file) => self.wrapped(file, &place)?,
                 Err(error) => {
@@ -705,9 +738,8 @@ impl Room {
         for _ in 0..=2 * self.layers.len() {
             let place = self.hand.0 % self.layers.len();
             let layer = &self.layers[place];
-            // Those that it gives up already are in the way of more.
-            let is_busy = self.retired.iter().any(|retired| Arc::ptr_eq(&retired.layer, layer));
-            while !is_busy && excess > 0 && self.hand.1 < layer.chunks.len() {
+            let is_kept = self.pinned.contains(&layer.id) || self.gives_up(layer);
+            while !is_kept && excess > 0 && self.hand.1 < layer.chunks.len() {
                 let chunk = self.hand.1;
                 self.hand.1 += 1;
                 let is_kept = matches!(layer.state(chunk), State::HERE | State::FOUND);
@@ -723,18 +755,124 @@ impl Room {
             self.hand = (place + 1, 0);
         }
         for (place, chunks) in chosen {
-            let layer = Arc::clone(&self.layers[place]);
-            let token = layer.token.swap(Arc::default());
-            self.retired.push(Retired { layer, chunks, token });
+            self.retired.push(Retired::new(Arc::clone(&self.layers[place]), chunks));
         }
+    }
+
+    /// Whether a layer gives up chunks already, which are in the way of more.
+    fn gives_up(&self, layer: &Arc<Cached>) -> bool {
+        self.retired.iter().any(|retired| Arc::ptr_eq(&retired.layer, layer))
+    }
+
+    fn pinned_bytes(&self) -> u64 {
+        let pinned = self.layers.iter().filter(|layer| self.pinned.contains(&layer.id));
+        pinned.map(|layer| layer.len).sum()
     }
 }
 
 impl Retired {
+    /// Chunks that were marked so.
+    fn new(layer: Arc<Cached>, chunks: Vec<usize>) -> Self {
+        let token = layer.token.swap(Arc::default());
+        Self { layer, chunks, token }
+    }
+
     /// Bytes that it will give back.
     fn bytes(&self) -> u64 {
         let leaving = self.chunks.iter().filter(|&&chunk| self.layer.state(chunk) == State::RETIRED);
         leaving.map(|&chunk| self.layer.chunk_len(chunk)).sum()
+    }
+}
+
+/// What people ask of it, layer by layer.
+impl Cache {
+    /// Whether a layer gives up nothing.
+    pub(crate) fn is_pinned(&self, layer: &Cached) -> bool {
+        self.room.lock().pinned.contains(&layer.id)
+    }
+
+    /// Has these layers give up nothing from now on, also in later processes.
+    ///
+    /// # Errors
+    /// [`Error::NoRoom`] where nothing would be left for the chunks of others; whatever the host reports.
+    pub(crate) fn pin(&self, layers: &[&Arc<Cached>]) -> Result<()> {
+        let mut room = self.room.lock();
+        let added = layers.iter().filter(|layer| !room.pinned.contains(&layer.id));
+        let wanted = room.pinned_bytes() + added.map(|layer| layer.len).sum::<u64>();
+        self.check_room(wanted)?;
+        for layer in layers {
+            let place = self.pinned_place(layer.id);
+            place.open_or_create(PRIVATE).map_err(|source| Error::Cache { path: place.path(), source })?;
+            room.pinned.insert(layer.id);
+        }
+        Ok(())
+    }
+
+    /// Lets them give up chunks again.
+    ///
+    /// # Errors
+    /// Whatever the host reports.
+    pub(crate) fn unpin(&self, layers: &[&Arc<Cached>]) -> Result<()> {
+        let mut room = self.room.lock();
+        for layer in layers {
+            let place = self.pinned_place(layer.id);
+            match place.remove() {
+                Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                    return Err(Error::Cache { path: place.path(), source });
+                }
+                _ => room.pinned.remove(&layer.id),
+            };
+        }
+        self.shrink(&mut room);
+        Ok(())
+    }
+
+    /// Refuses to keep so many bytes of layers for good: reads of others need room.
+    ///
+    /// # Errors
+    /// [`Error::NoRoom`].
+    pub(crate) fn check_room(&self, wanted: u64) -> Result<()> {
+        let room = self.budget.saturating_sub(CACHE_BYTES_MIN);
+        if wanted <= room { Ok(()) } else { Err(Error::NoRoom { path: self.path(), wanted, room }) }
+    }
+
+    /// Pins that were made when there was more room hold nothing until there is again.
+    fn check_pins(&self) {
+        let mut room = self.room.lock();
+        let bytes = room.pinned_bytes();
+        if let Err(error) = self.check_room(bytes) {
+            tracing::warn!(%error, "nothing is pinned in the cache until it may be larger");
+            room.pinned.clear();
+        }
+    }
+
+    /// Gives up all that it has of a layer which is not pinned, but for what is fetched at the moment. Returns the bytes.
+    ///
+    /// # Errors
+    /// [`Error::Pinned`]; [`Error::Cache`] for one that gives up chunks already.
+    pub(crate) fn give_up(&self, layer: &Arc<Cached>) -> Result<u64> {
+        let mut room = self.room.lock();
+        if room.pinned.contains(&layer.id) {
+            return Err(Error::Pinned { layer: layer.id });
+        }
+        self.reclaim(&mut room);
+        if room.gives_up(layer) {
+            let (path, why) =
+                (self.chunks_place(layer.id).path(), "it gives up chunks already, which are read: try again");
+            return Err(Error::Cache { path, source: io::Error::new(io::ErrorKind::ResourceBusy, why) });
+        }
+        let is_kept = |chunk: &usize| matches!(layer.state(*chunk), State::HERE | State::FOUND);
+        let chunks: Vec<usize> = (0..layer.chunks.len()).filter(is_kept).collect();
+        chunks.iter().for_each(|&chunk| layer.set(chunk, State::RETIRED));
+        let retired = Retired::new(Arc::clone(layer), chunks);
+        let bytes = retired.bytes();
+        room.retired.push(retired);
+        self.reclaim(&mut room);
+        Ok(bytes)
+    }
+
+    fn pinned_place(&self, id: ObjectId) -> Place {
+        self.dir.place(format!("{id}{PINNED_SUFFIX}"))
     }
 }
 
@@ -784,9 +922,9 @@ fn lock(dir: &Directory) -> io::Result<File> {
     }
 }
 
-/// Which layer's chunks a file of the cache has.
-fn id_of(place: &Place) -> Option<ObjectId> {
+/// Which layer a file of the cache with this suffix is of.
+fn id_of(place: &Place, suffix: &str) -> Option<ObjectId> {
     let name = place.name().to_str()?;
-    let id: ObjectId = name.strip_suffix(CHUNKS_SUFFIX)?.parse().ok()?;
-    (format!("{id}{CHUNKS_SUFFIX}") == name).then_some(id)
+    let id: ObjectId = name.strip_suffix(suffix)?.parse().ok()?;
+    (format!("{id}{suffix}") == name).then_some(id)
 }

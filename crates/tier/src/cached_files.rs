@@ -18,7 +18,7 @@ use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::group::beside;
 use crate::head::Object;
-use crate::remote::{OnMissing, Remote, identity_of};
+use crate::remote::{CachedLayer, OnMissing, Remote, identity_of};
 
 /// See the module documentation.
 #[derive(Debug, Default)]
@@ -100,6 +100,24 @@ impl CachedFiles {
         let empty = || Directory { resolved, indices, layers: HashMap::new() };
         directories.entry(dir.path.to_owned()).or_insert_with(empty).layers.extend(layers);
         Ok(())
+    }
+
+    /// What fetches the layers of a directory.
+    pub(crate) fn remote_of(&self, dir: &Path) -> Option<Arc<Remote>> {
+        let directories = self.directories.read();
+        directories.get(dir)?.layers.values().next().map(|layer| Arc::clone(&layer.remote))
+    }
+
+    /// The layer at a path, if it is one that was added.
+    ///
+    /// # Errors
+    /// As [`Remote::layer`].
+    pub(crate) fn layer_at(&self, path: &Path) -> Result<Option<CachedLayer>> {
+        let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(None) };
+        let directories = self.directories.read();
+        let layer = directories.get(dir).and_then(|directory| directory.layers.get(name)).cloned();
+        drop(directories);
+        layer.map(|Layer { remote, object }| remote.layer(&object)).transpose()
     }
 
     /// Those of a directory's layers that were not added before.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 use vmstrata_repo::ObjectName;
 
-use crate::head::{EpochNumber, Head, OBJECTS_MAX};
+use crate::head::{EpochNumber, Head, OBJECTS_MAX, ObjectId};
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -137,6 +137,22 @@ pub enum Error {
         path: PathBuf,
         /// Why.
         source: io::Error,
+    },
+    /// A cache that must not be filled with layers that stay.
+    #[error("the cache {} takes {room} bytes of layers that stay, and these have {wanted}: give it more room (--tier-cache)", path.display())]
+    NoRoom {
+        /// Its directory.
+        path: PathBuf,
+        /// What was asked for.
+        wanted: u64,
+        /// What there is room for, beside reads of other layers.
+        room: u64,
+    },
+    /// A layer that stays on this host.
+    #[error("the layer {} is pinned to this host: let it go first (vmstrata replica unpin)", layer.layer_name())]
+    Pinned {
+        /// The layer.
+        layer: ObjectId,
     },
     /// A repository without heads.
     #[error("{repository}: no disk is published here")]

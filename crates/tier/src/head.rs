@@ -29,6 +29,8 @@ const EPOCH_PREFIX: &str = "epoch-";
 /// Ends the names of layers, and of what lies beside them.
 const LAYER_SUFFIX: &str = ".qcow2";
 const COMPANION_SUFFIX: &str = ".meta";
+/// The name of the profile of starts.
+pub(crate) const BOOT_NAME: &str = "boot";
 /// Begins the names of pins.
 pub(crate) const PIN_PREFIX: &str = "pin-";
 const VERSION: u32 = 1;
@@ -386,7 +388,10 @@ impl Head {
 
 /// Whether an object of a disk's repository can have this name.
 pub fn is_object_name(name: &str) -> bool {
-    HeadNumber::of(name).is_some() || ObjectId::of(name).is_some() || PinId::of(name).is_some()
+    HeadNumber::of(name).is_some()
+        || ObjectId::of(name).is_some()
+        || PinId::of(name).is_some()
+        || name == BOOT_NAME
 }
 
 /// Values that are stored as their text.
@@ -515,9 +520,9 @@ mod tests {
     }
 
     #[test]
-    fn objects_are_heads_layers_companions_and_pins() {
+    fn objects_are_heads_layers_companions_pins_and_one_profile() {
         let (layer, pin) = (ObjectId(7).layer_name(), PinId(7).name());
-        assert!([layer.as_str(), pin.as_str(), "head-000000000012"].into_iter().all(is_object_name));
+        assert!([layer.as_str(), pin.as_str(), "head-000000000012", "boot"].into_iter().all(is_object_name));
         assert_eq!(ObjectId::of(ObjectId(7).companion_name().as_str()), Some(ObjectId(7)));
         let upper = layer.as_str().to_uppercase();
         for other in ["web.qcow2", "7.qcow2", "7.meta", "head-12", "pin-7", &upper, "lock"] {

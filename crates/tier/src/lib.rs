@@ -27,6 +27,9 @@
 //! | [`object`](ship) | how a layer gets into the repository |
 //! | `digests` | what proves a part of a layer |
 //! | `abreast` | work for a far repository, several items at a time |
+//! | `cache`, `remote`, `cached_files` | which chunks of repositories' layers this host has, and how reads get them |
+//! | `boot` | what guests read when they start, which comes ahead of them |
+//! | [`replica`](Replica) | the layers of one disk in the cache: filled, proved again, pinned, given up |
 //! | `companion` | what lies beside a layer: digests, and its tables packed |
 //!
 //! Invariants: two processes never publish one disk; a head names complete layers only; what a claim takes over is what was
@@ -37,6 +40,7 @@
 mod abreast;
 mod attach;
 mod attaching;
+mod boot;
 mod branch;
 mod cache;
 mod cached_files;
@@ -67,6 +71,7 @@ mod pin;
 mod place;
 mod publisher;
 mod remote;
+mod replica;
 mod retain;
 mod sealed;
 mod stand;
@@ -79,6 +84,7 @@ mod window;
 mod wire;
 
 pub use attaching::Attaching;
+pub use boot::BOOT;
 pub use branch::Branch;
 pub use cache::{CACHE_BYTES_MIN, Cache, CacheUse};
 pub use cached_files::{CachedFiles, LayerDirectory, ReadThrough};
@@ -100,6 +106,7 @@ pub use pin::{Pin, Purpose};
 pub use place::{CACHE_NAME, Place};
 pub use publisher::{Claim, Publisher};
 pub use remote::{CachedLayer, OnMissing, Remote};
+pub use replica::{LayerReplica, Replica, Walk, read_through};
 pub use states::{age_of, find_snapshot, find_state, forget, open_state, snapshots};
 pub use status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
 pub use tiered::{TakenState, Tiered};

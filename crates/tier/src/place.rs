@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 use vmstrata_disk::{AtomicFile, LocalFiles, Opener, REPOSITORY};
 use vmstrata_repo::{DirectoryRepository, Repository};
 
-use crate::cached_files::{LayerDirectory, ReadThrough};
+use crate::cached_files::{CachedFiles, LayerDirectory, ReadThrough};
 use crate::elsewhere::Elsewhere;
 use crate::error::{Error, Result};
 use crate::group::{Group, beside, group_of, repository_of};
@@ -323,21 +323,18 @@ impl fmt::Display for Place {
 impl Place {
     /// What opens files of the disk's chain.
     pub(crate) fn opener(&self) -> Arc<dyn Opener> {
-        match (&self.elsewhere, &self.reading) {
-            (Some(elsewhere), _) => Arc::clone(&elsewhere.files) as _,
-            (None, Some(reading)) => Arc::clone(reading.files()) as _,
-            (None, None) => Arc::new(LocalFiles),
-        }
+        self.files().map_or_else(|| Arc::new(LocalFiles) as _, |files| Arc::clone(files) as _)
+    }
+
+    /// What opens layers of the repository, unless they are files as all others.
+    pub(crate) fn files(&self) -> Option<&Arc<CachedFiles>> {
+        let of_elsewhere = self.elsewhere.as_ref().map(|elsewhere| &elsewhere.files);
+        of_elsewhere.or_else(|| self.reading.as_ref().map(ReadThrough::files))
     }
 
     /// Lets chains of this host stand on the layers of an epoch.
     pub(crate) fn show(&self, epoch: &Epoch) -> Result<()> {
-        let Some(remote) = self.remote()? else { return Ok(()) };
-        let files = match (&self.elsewhere, &self.reading) {
-            (Some(elsewhere), _) => &elsewhere.files,
-            (None, Some(reading)) => reading.files(),
-            (None, None) => return Ok(()),
-        };
+        let (Some(remote), Some(files)) = (self.remote()?, self.files()) else { return Ok(()) };
         let dir = LayerDirectory { path: &self.repository, indices: &self.local };
         epoch.disks.iter().try_for_each(|disk| files.add(dir, &remote, &disk.objects))
     }

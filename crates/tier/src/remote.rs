@@ -15,11 +15,14 @@
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::io;
+use std::num::NonZeroU64;
+use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use rustix::fs::Advice;
 use vmstrata_repo::{Error as RepositoryError, ObjectReader, Repository};
 use vmstrata_store::{
     Fetch, Fetched, FileId, FileIdentity, Hold, LocalFile, Segment, Store, copy_from_slice, slice, total_len,
@@ -27,6 +30,7 @@ use vmstrata_store::{
 use vmstrata_types::HostOffset;
 
 use crate::abreast::each;
+use crate::boot::Boot;
 use crate::cache::{Cache, Cached, Claimed, Settled};
 use crate::companion::Companion;
 use crate::error::{Error, Result};
@@ -65,6 +69,8 @@ pub struct Remote {
     queue: Mutex<Queue>,
     more: Condvar,
     readers: Mutex<Readers>,
+    /// The start of disks that is watched.
+    boot: Mutex<Option<Arc<Boot>>>,
 }
 
 /// Of layers, while something is fetched: the repository's file system can be unmounted when nothing is.
@@ -122,7 +128,13 @@ impl Remote {
             queue: Mutex::default(),
             more,
             readers: Mutex::default(),
+            boot: Mutex::default(),
         })
+    }
+
+    /// The start of disks that is watched.
+    pub(crate) fn boot(&self) -> &Mutex<Option<Arc<Boot>>> {
+        &self.boot
     }
 
     /// The repository.
@@ -159,7 +171,8 @@ impl Remote {
         for object in objects {
             let layer = self.layer(object)?;
             let chunks = layer.0.cached.companion(|| Err(())).map_or(0, |companion| companion.chunks());
-            Fetch::fetch(&layer, HostOffset::ZERO, Cached::place_of(chunks).get().max(1), Box::new(drop));
+            let tables = Cached::place_of(chunks).get().max(1);
+            layer.fetch_within(HostOffset::ZERO, tables, self.on_missing, Box::new(drop));
         }
         Ok(())
     }
@@ -197,6 +210,11 @@ impl Remote {
         &self.cache
     }
 
+    /// Whether it reads through this cache, and waits so long.
+    pub(crate) fn is_through(&self, cache: &Arc<Cache>, on_missing: OnMissing) -> bool {
+        Arc::ptr_eq(&self.cache, cache) && self.on_missing == on_missing
+    }
+
     /// Since when the repository has not answered those who wait for it, because it fails, or because it says nothing.
     pub fn silent_since(&self) -> Option<Instant> {
         let queue = self.queue.lock();
@@ -204,9 +222,9 @@ impl Remote {
         queue.silent.or_else(hangs)
     }
 
-    /// A waiter, who waits as long as reads of this repository do.
-    fn waiter(&self, then: Box<dyn FnOnce(io::Result<Fetched>) + Send>) -> Waiter {
-        let (until, text) = match self.on_missing {
+    /// A waiter, who waits for so long.
+    fn waiter(&self, patience: OnMissing, then: Box<dyn FnOnce(io::Result<Fetched>) + Send>) -> Waiter {
+        let (until, text) = match patience {
             OnMissing::Wait => (None, String::new()),
             OnMissing::Error(time) => {
                 let text = format!("{}: no answer for {} s", self.repository.describe(), time.as_secs_f32());
@@ -441,13 +459,70 @@ impl CachedLayer {
 
     /// Waits until a chunk has been fetched.
     fn wait(&self, chunk: usize) -> io::Result<Fetched> {
+        self.note_missed(chunk..chunk + 1);
+        self.wait_for(Cached::place_of(chunk), 1, self.0.remote.on_missing)
+    }
+
+    /// Has a chunk fetched, however long that takes.
+    pub(crate) fn fetch_ahead(&self, chunk: usize, then: Box<dyn FnOnce(io::Result<Fetched>) + Send>) {
+        self.fetch_within(Cached::place_of(chunk), 1, OnMissing::Wait, then);
+    }
+
+    /// Notes what guests ask for that is not here.
+    fn note_missed(&self, chunks: Range<usize>) {
+        let Far { cached, remote, object, .. } = &*self.0;
+        let boot = remote.boot.lock().clone();
+        let Some(boot) = boot else { return };
+        chunks.filter(|&chunk| cached.is_missing(chunk)).for_each(|chunk| boot.missed(object.id, chunk));
+    }
+
+    /// Waits until the chunks of a range have been fetched.
+    pub(crate) fn wait_for(&self, at: HostOffset, len: u64, patience: OnMissing) -> io::Result<Fetched> {
         let (tell, told) = std::sync::mpsc::channel();
         let then = move |fetched| {
             // The receiver waits below.
             let _ = tell.send(fetched);
         };
-        Fetch::fetch(self, Cached::place_of(chunk), 1, Box::new(then));
+        self.fetch_within(at, len, patience, Box::new(then));
         told.recv().expect("who waits is answered")
+    }
+
+    /// Bytes of the layer.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.0.object.bytes
+    }
+
+    /// What of it is on this host.
+    pub(crate) fn cached(&self) -> &Arc<Cached> {
+        &self.0.cached
+    }
+
+    /// Where it comes from.
+    pub(crate) fn remote(&self) -> &Arc<Remote> {
+        &self.0.remote
+    }
+
+    /// Reads a chunk that is here once more, from the cache's device; false if that has other bytes, which are not here any more. One that is not here
+    /// is proved when it is used.
+    ///
+    /// # Errors
+    /// A companion that cannot be had.
+    pub(crate) fn prove_again(&self, chunk: usize) -> io::Result<bool> {
+        let Far { cached, remote, file, .. } = &*self.0;
+        let companion = remote.companion(&self.0.object, cached).map_err(|failure| failure.error())?;
+        let Some(hold) = cached.hold(chunk..chunk + 1) else { return Ok(true) };
+        let (at, len) = (Cached::place_of(chunk), cached.chunk_len(chunk));
+        if let Some(raw) = file.local().and_then(LocalFile::raw) {
+            // It may be in memory still: then that is looked at.
+            let _ = rustix::fs::fadvise(raw, at.get(), NonZeroU64::new(len), Advice::DontNeed);
+        }
+        let mut bytes = vec![0; len as usize];
+        let is_right = file.read_exact(&mut bytes, at).is_ok() && companion.digests.prove(chunk, &bytes);
+        drop(hold);
+        if !is_right {
+            remote.cache.lose(cached, chunk);
+        }
+        Ok(is_right)
     }
 
     /// Reads what of a chunk `into` is for, and waits for it if it is elsewhere.
@@ -542,6 +617,23 @@ impl Fetch for CachedLayer {
     }
 
     fn fetch(&self, at: HostOffset, len: u64, then: Box<dyn FnOnce(io::Result<Fetched>) + Send>) {
+        self.note_missed(self.0.cached.chunks_of(at, len));
+        self.fetch_within(at, len, self.0.remote.on_missing, then);
+    }
+
+    fn file(&self) -> &dyn LocalFile {
+        self.0.file.local().expect("the cache's files are local")
+    }
+}
+
+impl CachedLayer {
+    fn fetch_within(
+        &self,
+        at: HostOffset,
+        len: u64,
+        patience: OnMissing,
+        then: Box<dyn FnOnce(io::Result<Fetched>) + Send>,
+    ) {
         let Far { cached, remote, .. } = &*self.0;
         let absent: Vec<usize> = cached.chunks_of(at, len).filter(|&chunk| !cached.is_here(chunk)).collect();
         if absent.is_empty() {
@@ -553,7 +645,7 @@ impl Fetch for CachedLayer {
         let all = Arc::new(Mutex::new((absent.len(), Ok(Fetched::Here), Some(then))));
         for chunk in absent {
             let all = Arc::clone(&all);
-            let waiter = remote.waiter(Box::new(move |fetched| came(&all, fetched)));
+            let waiter = remote.waiter(patience, Box::new(move |fetched| came(&all, fetched)));
             let until = waiter.until;
             let is_first = cached.wait(chunk, waiter);
             if remote.cache.is_closed() {
@@ -566,10 +658,6 @@ impl Fetch for CachedLayer {
                 remote.cache.expire_at(until);
             }
         }
-    }
-
-    fn file(&self) -> &dyn LocalFile {
-        self.0.file.local().expect("the cache's files are local")
     }
 }
 

@@ -10,6 +10,7 @@ use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Disk, OpenOptions, Resources};
 use vmstrata_repo::Repository;
 
+use crate::boot::{self, BOOT};
 use crate::copies::{Claimed, claim};
 use crate::engine::{Engine, Held, Orders, Shared};
 use crate::error::{Error, Result};
@@ -17,6 +18,7 @@ use crate::metered::Watched;
 use crate::pending::{CutState, PendingSnapshot};
 use crate::place::Place;
 use crate::remote::Remote;
+use crate::replica::Replica;
 use crate::states::{check_free, find_snapshot};
 use crate::status::{DurableAt, TierOptions, TierState, TierStatus};
 
@@ -79,6 +81,12 @@ impl Tiered {
         let engine = Engine::new(place, options, opens, resources, held)?;
         let disks = engine.disks().to_vec();
         let (shared, repository, remote) = (engine.shared(), engine.repository(), place.remote()?);
+        if let (Some(remote), Some(files)) = (&remote, place.files()) {
+            let layers = disks.iter().flat_map(|disk| disk.layers());
+            let chain: Vec<PathBuf> = layers.map(|layer| layer.path).collect();
+            let replica = Replica::of(files, chain.iter().map(PathBuf::as_path))?;
+            boot::begin(remote, replica.into_layers(), BOOT);
+        }
         let failed = || Error::of_file(&place.path, "start the threads that publish it");
         let watched = (shared.clone(), disks.clone());
         let watch = move || watched.0.watch(&watched.1);

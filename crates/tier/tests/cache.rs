@@ -26,14 +26,14 @@ use vmstrata_store::{
 use vmstrata_tier::{CACHE_BYTES_MIN, Cache, CachedLayer, Object, OnMissing, Remote, is_object_name, ship};
 use vmstrata_types::HostOffset;
 
-const CHUNK: u64 = 256 << 10;
+pub(crate) const CHUNK: u64 = 256 << 10;
 /// The last chunk is a short one.
-const LEN: usize = 10 * CHUNK as usize + 1000;
+pub(crate) const LEN: usize = 10 * CHUNK as usize + 1000;
 const SOON: OnMissing = OnMissing::Error(Duration::from_millis(100));
 
 /// How a repository answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mood {
+pub(crate) enum Mood {
     Answers,
     Fails,
     /// Says nothing until this changes.
@@ -42,13 +42,13 @@ enum Mood {
 
 /// A repository on a network.
 #[derive(Debug)]
-struct Far {
+pub(crate) struct Far {
     inner: DirectoryRepository,
     link: Arc<Link>,
 }
 
 #[derive(Debug)]
-struct Link {
+pub(crate) struct Link {
     mood: Mutex<Mood>,
     changed: Condvar,
     /// Operations that were asked for.
@@ -58,7 +58,7 @@ struct Link {
 }
 
 impl Link {
-    fn set(&self, mood: Mood) {
+    pub(crate) fn set(&self, mood: Mood) {
         *self.mood.lock().unwrap() = mood;
         self.changed.notify_all();
     }
@@ -73,7 +73,7 @@ impl Link {
         if *mood == Mood::Fails { Err(failed(io::ErrorKind::NotConnected.into())) } else { Ok(()) }
     }
 
-    fn reads(&self) -> u64 {
+    pub(crate) fn reads(&self) -> u64 {
         self.reads.load(Ordering::SeqCst)
     }
 }
@@ -128,17 +128,17 @@ impl Repository for Far {
 }
 
 /// A repository with a layer, and a directory for the cache of a host.
-struct World {
-    remote: TempDir,
-    host: TempDir,
-    repository: Arc<Far>,
-    link: Arc<Link>,
-    object: Object,
-    bytes: Vec<u8>,
+pub(crate) struct World {
+    pub(crate) remote: TempDir,
+    pub(crate) host: TempDir,
+    pub(crate) repository: Arc<Far>,
+    pub(crate) link: Arc<Link>,
+    pub(crate) object: Object,
+    pub(crate) bytes: Vec<u8>,
 }
 
 impl World {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let (remote, host) = (scratch(), scratch());
         let inner = DirectoryRepository::open(remote.path(), is_object_name).unwrap();
         let mut bytes = vec![0; LEN];
@@ -154,7 +154,7 @@ impl World {
         self.host.path().join("cache")
     }
 
-    fn cache(&self, budget: u64) -> Arc<Cache> {
+    pub(crate) fn cache(&self, budget: u64) -> Arc<Cache> {
         Cache::open(&self.dir(), budget).unwrap()
     }
 
@@ -169,11 +169,11 @@ impl World {
         (cache, layer)
     }
 
-    fn remote_file(&self) -> PathBuf {
+    pub(crate) fn remote_file(&self) -> PathBuf {
         self.remote.path().join(self.object.id.layer_name().as_str())
     }
 
-    fn cached_file(&self) -> PathBuf {
+    pub(crate) fn cached_file(&self) -> PathBuf {
         self.dir().join(format!("{}.chunks", self.object.id))
     }
 
@@ -190,14 +190,14 @@ impl World {
     }
 }
 
-fn read(layer: &CachedLayer, at: u64, len: usize) -> io::Result<Vec<u8>> {
+pub(crate) fn read(layer: &CachedLayer, at: u64, len: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0xEE; len];
     layer.read_exact(&mut bytes, HostOffset::new(at))?;
     Ok(bytes)
 }
 
 /// Changes a byte of a file.
-fn flip(path: &Path, at: u64) {
+pub(crate) fn flip(path: &Path, at: u64) {
     let file = fs::File::options().read(true).write(true).open(path).unwrap();
     let mut byte = [0];
     file.read_exact_at(&mut byte, at).unwrap();

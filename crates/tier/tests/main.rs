@@ -9,6 +9,7 @@ mod dense;
 mod detach;
 mod elsewhere;
 mod group;
+mod replica;
 mod takeover;
 mod tier_support;
 mod tiered;

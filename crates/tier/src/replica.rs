@@ -1,0 +1,274 @@
+//! What this host keeps of the layers in repositories that a disk stands on, tiered or not.
+//!
+//! ```text
+//!   /nas/desk7.qcow2 ──► /nas/golden.qcow2.tier/ID.qcow2 ──► ···         a clone, and the base that all clones share
+//!                                    │ read through
+//!                                    ▼
+//!                        the host's cache: ID.chunks                     filled by reads, or all of it by `Walk`
+//! ```
+
+use std::collections::{BTreeMap, HashSet};
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmstrata_disk::is_published;
+use vmstrata_repo::{DirectoryRepository, Repository};
+use vmstrata_store::Fetched;
+use vmstrata_types::HostOffset;
+
+use crate::boot;
+use crate::cache::{Cache, Cached};
+use crate::cached_files::{CachedFiles, LayerDirectory};
+use crate::digests::CHUNK;
+use crate::error::{Error, Result};
+use crate::head::{Epoch, Object, ObjectId, is_object_name};
+use crate::look::{Heads, Look};
+use crate::pin::Pin;
+use crate::remote::{CachedLayer, OnMissing, Remote};
+
+/// How long one step waits for a repository that does not answer: whoever cancels it waits as long.
+const PATIENCE: OnMissing = OnMissing::Error(Duration::from_secs(5));
+/// Chunks that a step fetches together: guests that read wait behind no more.
+const TOGETHER: usize = 4;
+
+/// The layers of a disk that lie in repositories.
+#[derive(Clone, Debug)]
+pub struct Replica {
+    layers: Vec<CachedLayer>,
+}
+
+/// A layer, and what of it is on this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerReplica {
+    /// Which layer.
+    pub id: ObjectId,
+    /// Where it comes from.
+    pub repository: String,
+    /// The directory of the cache.
+    pub cache: PathBuf,
+    /// Bytes of it.
+    pub bytes: u64,
+    /// Those on this host.
+    pub kept_bytes: u64,
+    /// Whether they stay, whatever else is read.
+    pub is_pinned: bool,
+}
+
+impl Replica {
+    /// Of the chain whose files are these, base first.
+    ///
+    /// # Errors
+    /// As [`Remote::layer`].
+    pub fn of<'a>(files: &CachedFiles, chain: impl IntoIterator<Item = &'a Path>) -> Result<Self> {
+        let layers = chain.into_iter().filter_map(|path| files.layer_at(path).transpose());
+        Ok(Self { layers: layers.collect::<Result<_>>()? })
+    }
+
+    /// The layers, base first.
+    pub(crate) fn into_layers(self) -> Vec<CachedLayer> {
+        self.layers
+    }
+
+    /// Whether no layer lies in a repository.
+    pub fn is_empty(&self) -> bool {
+        self.layers.is_empty()
+    }
+
+    /// What of each layer is on this host.
+    pub fn layers(&self) -> Vec<LayerReplica> {
+        let seen = |layer: &CachedLayer| {
+            let (cached, remote) = (layer.cached(), layer.remote());
+            let cache = remote.cache();
+            LayerReplica {
+                id: layer.id(),
+                repository: remote.repository().describe(),
+                cache: cache.path(),
+                bytes: layer.bytes(),
+                kept_bytes: cached.kept_bytes(),
+                is_pinned: cache.is_pinned(cached),
+            }
+        };
+        self.layers.iter().map(seen).collect()
+    }
+
+    /// Keeps all that is or comes here of the layers, also beyond this process; or lets it go as other layers'.
+    ///
+    /// # Errors
+    /// [`Error::NoRoom`]; whatever the host reports.
+    pub fn pin(&self, is_pinned: bool) -> Result<()> {
+        for (cache, layers) in self.by_cache() {
+            if is_pinned { cache.pin(&layers)? } else { cache.unpin(&layers)? }
+        }
+        Ok(())
+    }
+
+    /// Gives up what is here of the layers. Returns the bytes, which are free once no read needs them.
+    ///
+    /// # Errors
+    /// [`Error::Pinned`]; [`Error::Cache`] for one that gives up chunks already.
+    pub fn give_up(&self) -> Result<u64> {
+        self.layers.iter().map(|layer| layer.remote().cache().give_up(layer.cached())).sum()
+    }
+
+    /// Brings all of the layers here.
+    ///
+    /// # Errors
+    /// [`Error::NoRoom`].
+    pub fn fill(self) -> Result<Walk> {
+        for (cache, layers) in self.by_cache() {
+            cache.check_room(layers.iter().map(|layer| layer.len()).sum())?;
+        }
+        Ok(Walk::new(self, Task::Fill))
+    }
+
+    /// Compares all that is here with its digests, from the cache's device, and fetches again what is not right.
+    pub fn scrub(self) -> Walk {
+        Walk::new(self, Task::Scrub)
+    }
+
+    fn by_cache(&self) -> Vec<(&Arc<Cache>, Vec<&Arc<Cached>>)> {
+        let mut by_cache: BTreeMap<PathBuf, (_, Vec<_>)> = BTreeMap::new();
+        for layer in &self.layers {
+            let cache = layer.remote().cache();
+            let entry = by_cache.entry(cache.path()).or_insert_with(|| (cache, Vec::new()));
+            entry.1.push(layer.cached());
+        }
+        by_cache.into_values().collect()
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Task {
+    Fill,
+    Scrub,
+}
+
+/// A walk over all chunks of a replica, step by step.
+#[derive(Debug)]
+pub struct Walk {
+    replica: Replica,
+    task: Task,
+    /// The next chunk: of which layer, and which.
+    at: (usize, usize),
+}
+
+impl Walk {
+    /// Bytes that a step passes, but for the last one of a layer.
+    pub const STEP: u64 = TOGETHER as u64 * CHUNK;
+
+    fn new(replica: Replica, task: Task) -> Self {
+        Self { replica, task, at: (0, 0) }
+    }
+
+    /// How many steps there are.
+    pub fn steps(&self) -> u64 {
+        self.replica.layers.iter().map(|layer| layer.bytes().div_ceil(Self::STEP)).sum()
+    }
+
+    /// Passes the next few chunks; `None` at the end. Returns the bytes that were read for that, from the repository or the cache's device.
+    ///
+    /// # Errors
+    /// `InvalidData` for other bytes than were shipped. A repository that does not answer, a cache that cannot be written: the step can be tried
+    /// again.
+    pub fn step(&mut self) -> io::Result<Option<u64>> {
+        let layer = loop {
+            let Some(layer) = self.replica.layers.get(self.at.0) else { return Ok(None) };
+            if self.at.1 < layer.cached().chunk_count() {
+                break layer;
+            }
+            self.at = (self.at.0 + 1, 0);
+        };
+        let end = (self.at.1 + TOGETHER).min(layer.cached().chunk_count());
+        let read = match self.task {
+            Task::Fill => fill(layer, self.at.1..end)?,
+            Task::Scrub => scrub(layer, self.at.1..end)?,
+        };
+        self.at.1 = end;
+        Ok(Some(read))
+    }
+}
+
+fn fill(layer: &CachedLayer, chunks: Range<usize>) -> io::Result<u64> {
+    let cached = layer.cached();
+    let bytes = |chunk: usize| cached.chunk_len(chunk);
+    let absent = chunks.clone().filter(|&chunk| !cached.is_here(chunk)).map(bytes).sum();
+    bring(layer, Cached::place_of(chunks.start), chunks.map(bytes).sum())?;
+    Ok(absent)
+}
+
+fn scrub(layer: &CachedLayer, chunks: Range<usize>) -> io::Result<u64> {
+    let (cached, mut read) = (layer.cached(), 0);
+    for chunk in chunks.filter(|&chunk| !cached.is_missing(chunk)) {
+        if !layer.prove_again(chunk)? {
+            let at = Cached::place_of(chunk);
+            tracing::warn!(layer = %layer.id(), %at, "the cache has other bytes than it was given: they are fetched again");
+        }
+        bring(layer, Cached::place_of(chunk), 1)?;
+        read += cached.chunk_len(chunk);
+    }
+    Ok(read)
+}
+
+fn bring(layer: &CachedLayer, at: HostOffset, len: u64) -> io::Result<()> {
+    match layer.wait_for(at, len, PATIENCE)? {
+        Fetched::NotKept => Err(io::Error::new(io::ErrorKind::StorageFull, "the cache cannot be written")),
+        _ => Ok(()),
+    }
+}
+
+/// Has the layers of a chain that lie in directories of repositories read through a cache, beside which their indices may lie. They are those of
+/// states that pins keep or heads name. For a time, [`BOOT`](crate::BOOT) as a rule, reads are those of a guest that starts.
+///
+/// # Errors
+/// A repository that cannot be read, or keeps no state with these layers; a cache that cannot be used.
+pub fn read_through<'a>(
+    files: &CachedFiles,
+    chain: impl IntoIterator<Item = &'a Path>,
+    cache: &Arc<Cache>,
+    on_missing: OnMissing,
+    boot: Duration,
+) -> Result<()> {
+    let mut directories: BTreeMap<&Path, HashSet<ObjectId>> = BTreeMap::new();
+    for path in chain.into_iter().filter(|path| is_published(path)) {
+        let name = path.file_name().and_then(|name| name.to_str());
+        let (Some(dir), Some(id)) = (path.parent(), name.and_then(ObjectId::of)) else { continue };
+        directories.entry(dir).or_default().insert(id);
+    }
+    for (dir, wanted) in directories {
+        // Disks that stand on one base share what fetches it.
+        let remote = match files.remote_of(dir).filter(|remote| remote.is_through(cache, on_missing)) {
+            Some(remote) => remote,
+            None => Remote::new(cache, Arc::new(DirectoryRepository::open(dir, is_object_name)?), on_missing),
+        };
+        let objects = objects_of(&**remote.repository(), &wanted)?;
+        files.add(LayerDirectory { path: dir, indices: &cache.path() }, &remote, &objects)?;
+        let layers = objects.iter().map(|object| remote.layer(object)).collect::<Result<_>>()?;
+        boot::begin(&remote, layers, boot);
+    }
+    Ok(())
+}
+
+/// What the repository says of these layers.
+fn objects_of(repository: &dyn Repository, wanted: &HashSet<ObjectId>) -> Result<Vec<Object>> {
+    let mut known: BTreeMap<ObjectId, Object> = BTreeMap::new();
+    let mut take = |epoch: &Epoch| {
+        let objects = epoch.disks.iter().flat_map(|disk| &disk.objects);
+        let own = objects.filter(|object| wanted.contains(&object.id));
+        known.extend(own.map(|object| (object.id, *object)));
+        known.len() == wanted.len()
+    };
+    let pins: Vec<_> = Look::any(repository)?.pins().collect();
+    // One may be released meanwhile, or damaged: others keep the same layers.
+    let is_whole =
+        pins.into_iter().filter_map(|id| Pin::read(repository, id).ok()).any(|pin| take(&pin.epoch))
+            || Heads::of(repository)?.filter_map(Result::ok).any(|head| take(&head.epoch));
+    if !is_whole {
+        let missing = wanted.iter().find(|id| !known.contains_key(id)).expect("one lacks");
+        let why = format!("no state that is kept has the layer {}", missing.layer_name());
+        return Err(Error::NoState { repository: repository.describe(), why });
+    }
+    Ok(known.into_values().collect())
+}
