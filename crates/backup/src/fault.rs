@@ -153,6 +153,12 @@ pub enum BackupFault {
         /// The other state's newest layer.
         other: PathBuf,
     },
+    /// A copy that is none.
+    #[error("reads otherwise than the disk at byte {at}: it is not taken")]
+    ReadsOtherwise {
+        /// Where.
+        at: GuestOffset,
+    },
     /// Nothing to restore from.
     #[error("no backup to restore from")]
     Nothing,
