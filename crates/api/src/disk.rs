@@ -93,7 +93,12 @@ pub struct DiskSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(pattern = "^[1-9][0-9]{0,4}[smh]$")]
     pub epochs: Option<String>,
-    /// With `tier`: what becomes of reads that need the repository while that does not answer. They `wait`, which is so if omitted, or
+    /// Keep what is read of layers in repositories in this directory of the host, for a disk that stands on such layers and is no tiered one: a clone of a
+    /// tiered disk's snapshot. All disks with the same directory share it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
+    pub replica: Option<String>,
+    /// With `tier` or `replica`: what becomes of reads that need the repository while that does not answer. They `wait`, which is so if omitted, or
     /// fail after so many seconds; `error` alone means 30.
     #[serde(alias = "on-missing", default, skip_serializing_if = "Option::is_none")]
     #[schema(pattern = "^(wait|error(:[1-9][0-9]{0,3})?)$")]

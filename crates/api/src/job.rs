@@ -124,6 +124,28 @@ pub enum JobSpec {
         #[schema(minimum = 1)]
         bytes_per_second: Option<u64>,
     },
+    /// Bring all that a disk's layers in repositories hold to this host.
+    ReplicaFill {
+        /// The disk.
+        disk: String,
+        /// Bytes a second that the job may fetch; no limit if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1)]
+        bytes_per_second: Option<u64>,
+        /// The hours of the day, by the clock of the server's host, in which it may fetch, as in `22:00-06:00`; all if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(pattern = "^([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9]$")]
+        hours: Option<String>,
+    },
+    /// Compare what this host keeps of a disk's layers in repositories with what they were, and fetch again what is not right.
+    ReplicaScrub {
+        /// The disk.
+        disk: String,
+        /// Bytes a second that the job may read; no limit if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1)]
+        bytes_per_second: Option<u64>,
+    },
     /// Move a disk that goes on being used to another directory, with its history, or to a flat copy. Asked for again, it goes on where
     /// it was.
     Move {
@@ -163,6 +185,8 @@ impl JobSpec {
             | Self::Merge { disk, .. }
             | Self::Flatten { disk, .. }
             | Self::TierAttach { disk, .. }
+            | Self::ReplicaFill { disk, .. }
+            | Self::ReplicaScrub { disk, .. }
             | Self::Move { disk, .. } => disk,
         }
     }
@@ -175,6 +199,8 @@ impl JobSpec {
             Self::Merge { .. } => "merge",
             Self::Flatten { .. } => "flatten",
             Self::TierAttach { .. } => "tier_attach",
+            Self::ReplicaFill { .. } => "replica_fill",
+            Self::ReplicaScrub { .. } => "replica_scrub",
             Self::Move { .. } => "move",
         }
     }
@@ -187,6 +213,8 @@ impl JobSpec {
             | Self::Merge { bytes_per_second, .. }
             | Self::Flatten { bytes_per_second, .. }
             | Self::TierAttach { bytes_per_second, .. }
+            | Self::ReplicaFill { bytes_per_second, .. }
+            | Self::ReplicaScrub { bytes_per_second, .. }
             | Self::Move { bytes_per_second, .. } => *bytes_per_second,
         }
     }

@@ -49,7 +49,10 @@ pub use size::{SizeChange, SizeSpec};
 pub use snapshot::{Quiesce, RevertSpec, SnapshotLayer, SnapshotReverted, SnapshotSpec, SnapshotTaken};
 pub use stats::{DepthStats, DiskStats, KindStats, Latency, LatencyBucket, NamedStats, StatsList};
 pub use status::{FlushLogStatus, ResourceStatus, ServerStatus};
-pub use tier::{DurableAt, OnOutage, PendingSnapshot, TierCache, TierHold, TierRate, TierState, TierStatus};
+pub use tier::{
+    DurableAt, OnOutage, PendingSnapshot, Replica, ReplicaDropped, ReplicaLayer, ReplicaList, ReplicaPin,
+    TierCache, TierHold, TierRate, TierState, TierStatus,
+};
 
 /// Where a server listens unless told otherwise, below its runtime directory.
 pub const CONTROL_SOCKET: &str = "control.sock";

@@ -97,6 +97,54 @@ pub struct TierCache {
     pub fetched_chunks: u64,
 }
 
+/// What this host keeps of the layers in repositories that its disks stand on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ReplicaList {
+    /// The disks with such layers.
+    pub replicas: Vec<Replica>,
+}
+
+/// What this host keeps of the layers in repositories that a disk stands on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Replica {
+    /// The disk.
+    pub disk: String,
+    /// Its layers in repositories, base first.
+    pub layers: Vec<ReplicaLayer>,
+}
+
+/// A layer in a repository.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ReplicaLayer {
+    /// The layer.
+    pub id: String,
+    /// Where it comes from.
+    pub repository: String,
+    /// The directory of this host that keeps what comes.
+    pub cache: String,
+    /// Bytes of the layer.
+    pub bytes: u64,
+    /// Those on this host. After a restart they are proved before they are used.
+    pub kept_bytes: u64,
+    /// Whether they stay whatever else is read.
+    pub pinned: bool,
+}
+
+/// Whether what comes of a disk's layers stays on this host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ReplicaPin {
+    /// Whether it does.
+    pub pinned: bool,
+}
+
+/// What was given up of a disk's layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ReplicaDropped {
+    /// Bytes that are free once no read needs them.
+    pub bytes: u64,
+}
+
 /// What becomes of guests of a tiered disk while its repository does not answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]

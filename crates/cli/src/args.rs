@@ -13,7 +13,9 @@ mod map;
 mod merge;
 mod moving;
 mod prune;
+mod rebase;
 mod recover;
+mod replica;
 mod resize;
 mod serve;
 mod snapshot;
@@ -44,7 +46,12 @@ pub use self::map::MapArgs;
 pub use self::merge::{LoseArgs, MergeHowArgs, RemoveArgs, SnapshotDeleteArgs};
 pub use self::moving::{DrainArgs, MoveArgs, MoveHowArgs};
 pub use self::prune::SnapshotPruneArgs;
+pub use self::rebase::RebaseArgs;
 pub use self::recover::RecoverArgs;
+pub use self::replica::{
+    ReplicaArgs, ReplicaCommand, ReplicaDiskArgs, ReplicaDropArgs, ReplicaFillArgs, ReplicaListArgs,
+    ReplicaScrubArgs,
+};
 pub use self::resize::ResizeArgs;
 pub use self::serve::{ServeArgs, ThawGuardArgs};
 pub use self::snapshot::{
@@ -137,6 +144,8 @@ pub enum Command {
     Merge(Box<MergeArgs>),
     /// Let a disk stand on nothing, or on its base alone: copy what it needs of the layers below into its own file
     Flatten(Box<FlattenArgs>),
+    /// Have a disk stand on another version of its base, without a change of what its guest reads
+    Rebase(Box<RebaseArgs>),
     /// Remove files that disks let go of and left behind, where nothing needs them
     Gc(Box<GcArgs>),
     /// Give a disk another size, also while its guest runs
@@ -169,6 +178,8 @@ pub enum Command {
     Job(JobArgs),
     /// Show what of a tiered disk is published, publish or hold it, take it over from another host, or make it an ordinary image again
     Tier(TierArgs),
+    /// Show what this host keeps of layers in repositories, such as a base that many disks share; fill, pin, scrub or drop it
+    Replica(ReplicaArgs),
     /// Take snapshots of running guests (memory, devices and disks), and start guests from them
     Vm(VmArgs),
     /// Print the completion script of a shell

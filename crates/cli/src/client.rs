@@ -85,6 +85,14 @@ impl Client {
         self.runtime.block_on(self.ask(Method::DELETE, path, Bytes::new())).map(drop)
     }
 
+    /// As [`Client::delete`], where what was deleted is told.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn take_away<T: DeserializeOwned>(&self, path: &str) -> Result<T> {
+        self.read(&self.runtime.block_on(self.ask(Method::DELETE, path, Bytes::new()))?)
+    }
+
     /// `POST path` without a body and without an answer but that it is accepted.
     ///
     /// # Errors

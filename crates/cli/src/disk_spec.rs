@@ -24,7 +24,7 @@ pub fn format_parser() -> impl TypedValueParser<Value = Format> {
 
 /// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
 /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,repository=ADDRESS][,group=NAME][,window=SECONDS][,epochs=TIME]
-/// [,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE][,durability=host|repository]][,role=swap|local,size=SIZE][,LIMITS]`.
+/// [,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE][,durability=host|repository]][,replica=DIR[,on-missing=...]][,role=swap|local,size=SIZE][,LIMITS]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.
@@ -181,6 +181,7 @@ mod tests {
                 backing: None,
                 limits: Limits::default(),
                 tier: None,
+                replica: None,
                 local: None,
             }
         );

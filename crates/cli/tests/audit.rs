@@ -90,6 +90,12 @@ const OTHERS: &[&str] = &[
     "tier sync",
     "tier hold",
     "tier rate",
+    "replica list",
+    "replica fill",
+    "replica pin",
+    "replica unpin",
+    "replica scrub",
+    "replica drop",
     "vm args",
     "vm pages",
     "vm list",
@@ -100,6 +106,7 @@ const OTHERS: &[&str] = &[
 /// Their records are looked at where guests and tiered disks are.
 const ELSEWHERE: &[&str] = &[
     "tier attach",
+    "rebase",
     "tier takeover",
     "tier pins",
     "tier branches",

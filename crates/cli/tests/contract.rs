@@ -87,6 +87,12 @@ fn every_operation_answers_as_the_document_says() {
     client.ask("POST", "/v1/snapshots", &later, 201);
     client.ask("DELETE", "/v1/disks/tiered/snapshots/later", &Value::Null, 204);
     client.ask("PUT", "/v1/disks/tiered/tier/hold", &json!({ "seconds": 0 }), 200);
+    client.ask("PUT", "/v1/disks/tiered/replica", &json!({ "pinned": true }), 200);
+    let pinned = client.get("/v1/replicas").json();
+    assert_eq!(pinned["replicas"][0]["layers"][0]["pinned"], true, "{pinned}");
+    client.ask("DELETE", "/v1/disks/tiered/replica", &Value::Null, 409);
+    client.ask("PUT", "/v1/disks/tiered/replica", &json!({ "pinned": false }), 200);
+    client.ask("DELETE", "/v1/disks/tiered/replica", &Value::Null, 200);
     let rate = json!({ "bytes_a_second": 1 << 20 });
     client.ask("PUT", "/v1/tier/rate", &rate, 200);
     assert_eq!(client.get("/v1/tier/rate").json(), rate);

@@ -37,6 +37,7 @@ mod packaging;
 mod quiesce;
 mod quiesce_killed;
 mod replace;
+mod replicas;
 mod resize;
 mod restart;
 mod revert_served;

@@ -93,6 +93,20 @@ pub enum Error {
         /// The disk.
         name: String,
     },
+    /// A disk that reads nothing from repositories through a cache.
+    #[error(
+        "disk '{name}' has no layers in a repository that are read through a cache of this host (its key replica=DIR)"
+    )]
+    NoReplica {
+        /// The disk.
+        name: String,
+    },
+    /// Bytes of a layer in a repository that are not what was shipped.
+    #[error("a replica cannot be whole: {source}")]
+    Replica {
+        /// What is wrong.
+        source: std::io::Error,
+    },
     /// A disk that stays on this host, and has no history.
     #[error("disk '{name}' is local to this host (its key role={role}): there is no {what} of it")]
     Local {

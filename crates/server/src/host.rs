@@ -21,6 +21,7 @@ mod jobs;
 mod moving;
 mod quiesce;
 mod reconcile;
+mod replica;
 mod report;
 mod retention;
 mod revert;

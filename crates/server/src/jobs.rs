@@ -13,6 +13,7 @@ mod attach;
 mod index_build;
 mod merging;
 mod moving;
+mod replica;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -28,6 +29,7 @@ pub(crate) use self::attach::{Attached, TIER_ATTACH, TierAttach};
 pub(crate) use self::index_build::{INDEX_BUILD, IndexBuild};
 pub(crate) use self::merging::{DEFAULT_LIMIT, FLATTEN, MERGE, Merging, SNAPSHOT_DELETE};
 pub(crate) use self::moving::{DiskMove, MOVE};
+pub(crate) use self::replica::{REPLICA_FILL, REPLICA_SCRUB, ReplicaWalk};
 use crate::audit::{Audit, What};
 use crate::error::Error;
 use vmstrata_types::told;

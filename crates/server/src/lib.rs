@@ -30,6 +30,7 @@ mod control;
 mod error;
 pub mod flush_log;
 pub mod host;
+mod hours;
 mod jobs;
 mod limits;
 mod notify;

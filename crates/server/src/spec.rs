@@ -26,7 +26,7 @@ use vmstrata_export::SocketAccess;
 use vmstrata_tier::{CACHE_BYTES_MIN, Wire};
 use vmstrata_types::path_from_text;
 
-pub use self::disk::{CloneOf, DiskSpec, LocalSpec, StateError, TierSpec};
+pub use self::disk::{CloneOf, DiskSpec, LocalSpec, ReplicaSpec, StateError, TierSpec};
 pub(crate) use self::disk::{shown_detect_zeroes, shown_durability, shown_on_outage, shown_subclusters};
 pub(crate) use self::limits::{limits_of, shown_limits};
 pub use self::nbd::{NbdError, NbdSpec};
@@ -165,7 +165,7 @@ pub enum SpecError {
         error: LimitError,
     },
     /// A key of tiered disks without a tier.
-    #[error("'{key}' goes with 'tier'")]
+    #[error("'{key}' goes with 'tier'{}", if *key == "on-missing" { " or 'replica'" } else { "" })]
     WithoutTier {
         /// The key.
         key: &'static str,
@@ -210,6 +210,18 @@ pub enum SpecError {
     NotTiered {
         /// Its key.
         key: &'static str,
+    },
+    /// Something that does not go with a replica.
+    #[error("'{key}' does not go with 'replica'")]
+    NoReplica {
+        /// Its key.
+        key: &'static str,
+    },
+    /// Hours that are none.
+    #[error("'hours' is two times of a day such as 22:00-06:00, not '{text}'")]
+    Hours {
+        /// What was asked for.
+        text: String,
     },
     /// A size of a disk whose file is not made.
     #[error("'size' goes with 'role=swap' and 'role=local'")]

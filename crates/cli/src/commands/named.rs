@@ -10,7 +10,7 @@ use vmstrata_types::path_from_text;
 
 use super::snapshot::live::is_file_of;
 use super::tiered::{address_of, disk_at, split};
-use crate::args::{Command, ControlArgs, IndexCommand, SnapshotCommand, TierCommand};
+use crate::args::{Command, ControlArgs, IndexCommand, ReplicaCommand, SnapshotCommand, TierCommand};
 use crate::client::Client;
 
 /// Puts the path of its disk in the place of a name under which a server serves it. What leads to a file, or has a slash, is no
@@ -52,6 +52,16 @@ pub fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs
             | TierCommand::Detach(_) => return None,
             TierCommand::Hold(args) => (vec![&mut args.disk.disk], args.disk.server.clone()),
         },
+        Command::Replica(args) => match &mut args.command {
+            ReplicaCommand::List(_) => return None,
+            ReplicaCommand::Pin(disk) | ReplicaCommand::Unpin(disk) => {
+                (vec![&mut disk.disk], disk.server.clone())
+            }
+            ReplicaCommand::Fill(args) => (vec![&mut args.disk.disk], args.disk.server.clone()),
+            ReplicaCommand::Scrub(args) => (vec![&mut args.disk.disk], args.disk.server.clone()),
+            ReplicaCommand::Drop(args) => (vec![&mut args.disk.disk], args.disk.server.clone()),
+        },
+        Command::Rebase(args) => (vec![&mut args.disk], args.server.clone()),
         Command::Index(args) => match &mut args.command {
             IndexCommand::Build(args) => (vec![&mut args.disk], args.server.clone()),
             IndexCommand::Verify(args) => (vec![&mut args.disk], any()),

@@ -439,7 +439,7 @@ pub fn clone_of(named: &Pin, found: &Found, output: &Path, subclusters: bool) ->
     ensure!(output.symlink_metadata().is_err(), "{}: exists already", output.display());
     let state = found.state_of(&named.epoch)?;
     let layer = std::path::absolute(found.top_of(state))?;
-    let pin = named.again(repository, &Purpose::reader(&format!("clone {}", absolute(output))))?;
+    let pin = named.again(repository, &reader_of(output))?;
     let options = CreateOptions {
         size: Some(state.size),
         cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
@@ -452,6 +452,19 @@ pub fn clone_of(named: &Pin, found: &Found, output: &Path, subclusters: bool) ->
         return Err(error.into());
     }
     Ok(layer)
+}
+
+/// Why the state is kept that a clone stands on.
+pub fn reader_of(clone: &Path) -> Purpose {
+    Purpose::reader(&format!("clone {}", absolute(clone)))
+}
+
+/// The repository in a directory.
+///
+/// # Errors
+/// One that cannot be opened.
+pub fn repository_in(directory: &Path) -> Result<Arc<dyn Repository>> {
+    Ok(Arc::new(DirectoryRepository::open(directory, is_object_name)?))
 }
 
 /// A pin as data.

@@ -74,6 +74,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::Spec(_)
         | Error::Tiered { .. }
         | Error::NotTiered { .. }
+        | Error::NoReplica { .. }
         | Error::Local { .. }
         | Error::InGroup { .. }
         | Error::NewGroup { .. }
@@ -135,6 +136,8 @@ fn classify_tier(error: &vmstrata_tier::Error) -> (u16, &'static str) {
         Error::NameTaken { .. } => (409, "name-taken"),
         Error::TooManyPending { .. } => (503, "crowded"),
         Error::Held { .. } => (409, "file-in-use"),
+        Error::Pinned { .. } => (409, "held"),
+        Error::NoRoom { .. } => (507, "no-space"),
         Error::NoState { .. } => (404, "no-such-snapshot"),
         Error::NotAttachable { .. }
         | Error::Foreign { .. }

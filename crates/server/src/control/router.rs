@@ -48,6 +48,8 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(disks::sync_tier))
         .routes(routes!(disks::hold_tier))
         .routes(routes!(disks::tier_rate, disks::set_tier_rate))
+        .routes(routes!(disks::replicas))
+        .routes(routes!(disks::pin_replica, disks::drop_replica))
         .routes(routes!(exports::list, exports::add))
         .routes(routes!(exports::show, exports::remove))
         .routes(routes!(snapshots::take))

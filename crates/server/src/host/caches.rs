@@ -11,12 +11,15 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use vmstrata_api as api;
+use vmstrata_disk::Disk;
 use vmstrata_tier::{
-    CACHE_NAME, Cache, CacheUse, CachedFiles, Elsewhere, OnMissing, ReadThrough, RepositoryAddress,
+    BOOT, CACHE_NAME, Cache, CacheUse, CachedFiles, Elsewhere, OnMissing, ReadThrough, Replica,
+    RepositoryAddress, read_through,
 };
 use vmstrata_types::path_to_text;
 
 use crate::error::Error;
+use crate::spec::ReplicaSpec;
 
 /// See the module documentation.
 #[derive(Debug)]
@@ -55,6 +58,29 @@ impl Caches {
     ) -> Result<Elsewhere, Error> {
         let repository = address.open().map_err(vmstrata_tier::Error::from)?;
         Ok(Elsewhere::new(repository, &self.cache(tier)?, Arc::clone(&self.files), on_missing))
+    }
+
+    /// Has what a chain has in repositories read through a cache.
+    ///
+    /// # Errors
+    /// As [`Caches::elsewhere`].
+    pub(super) fn read_through<'a>(
+        &self,
+        chain: impl Iterator<Item = &'a Path>,
+        asked: &ReplicaSpec,
+    ) -> Result<(), Error> {
+        let cache = self.cache(&asked.dir)?;
+        // Indices of these layers may lie beside what is kept of them.
+        Ok(read_through(&self.files, chain, &cache, asked.on_missing, BOOT)?)
+    }
+
+    /// The layers of a disk that are read through a cache.
+    ///
+    /// # Errors
+    /// A cache that cannot be used.
+    pub(super) fn replica(&self, disk: &Disk) -> Result<Replica, Error> {
+        let layers = disk.layers();
+        Ok(Replica::of(&self.files, layers.iter().map(|layer| layer.path.as_path()))?)
     }
 
     fn cache(&self, tier: &Path) -> Result<Arc<Cache>, Error> {

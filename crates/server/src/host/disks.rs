@@ -86,6 +86,9 @@ impl Host {
         let (path, options) = states::find(spec, options)?;
         // Else its lock would be taken for another process's.
         self.refuse_served(spec, &path)?;
+        if let Some(replica) = &spec.replica {
+            self.read_through(&path, &options, replica)?;
+        }
         let disk = Disk::open(&path, &options, &self.resources).or_else(|error| match error.kind() {
             ErrorKind::IsBase { .. } => {
                 tracing::warn!(disk = spec.name, "served read-only: {error} (the disk's key `force`)");

@@ -81,6 +81,9 @@ impl Host {
         if let JobSpec::Move { .. } = asked {
             return self.begin_move(&asked, by);
         }
+        if let JobSpec::ReplicaFill { .. } | JobSpec::ReplicaScrub { .. } = asked {
+            return self.begin_replica_walk(&asked, by);
+        }
         let (_change, table) = self.begin_change()?;
         let (spec, open) = table.lend(asked.disk(), BEGINNING)?;
         spec.refuse_if_tiered("jobs")?;
@@ -114,7 +117,10 @@ impl Host {
                 let how = how(*remove, MergeDirection::Stream, *forget_missing);
                 (slot, Merging::flatten(Arc::clone(&open), onto.as_ref(), *drop_snapshots, how)?)
             }
-            JobSpec::TierAttach { .. } | JobSpec::Move { .. } => unreachable!("begun above"),
+            JobSpec::TierAttach { .. }
+            | JobSpec::Move { .. }
+            | JobSpec::ReplicaFill { .. }
+            | JobSpec::ReplicaScrub { .. } => unreachable!("begun above"),
         };
         self.jobs.refuse_beside(&[&MOVE], asked.disk())?;
         let limit = Some(limit.unwrap_or(DEFAULT_LIMIT));

@@ -49,8 +49,35 @@ pub struct DiskSpec {
     pub limits: Limits,
     /// Where what they write is kept, if it is published.
     pub tier: Option<TierSpec>,
+    /// Where what it reads of layers in repositories is kept, if it is not published itself.
+    pub replica: Option<ReplicaSpec>,
     /// Whether its file comes and goes with it.
     pub local: Option<LocalSpec>,
+}
+
+/// How layers in repositories are read that a disk stands on which is not published.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReplicaSpec {
+    /// The directory on this host that has what was read.
+    pub dir: PathBuf,
+    /// What becomes of reads while the repository does not answer.
+    pub on_missing: OnMissing,
+}
+
+impl ReplicaSpec {
+    fn of(asked: &api::DiskSpec) -> Result<Option<Self>, SpecError> {
+        let Some(dir) = &asked.replica else { return Ok(None) };
+        let refused = [
+            ("tier", asked.tier.is_some()),
+            ("format=raw", asked.format == Some(api::Format::Raw)),
+            ("path=nbd", Uri::is_meant(&path_from_text(&asked.path))),
+        ];
+        if let Some((key, _)) = refused.into_iter().find(|(_, is_asked)| *is_asked) {
+            return Err(SpecError::NoReplica { key });
+        }
+        let on_missing = asked.on_missing.as_deref().map_or(Ok(OnMissing::Wait), parse_on_missing)?;
+        Ok(Some(Self { dir: path_from_text(dir), on_missing }))
+    }
 }
 
 /// A disk of this host alone.
@@ -80,6 +107,7 @@ impl LocalSpec {
             ("format=qcow2", asked.format == Some(api::Format::Qcow2)),
             ("path=nbd", Uri::is_meant(&path_from_text(&asked.path))),
             ("tier", asked.tier.is_some()),
+            ("replica", asked.replica.is_some()),
         ];
         if let Some((key, _)) = refused.into_iter().find(|(_, is_asked)| *is_asked) {
             return Err(SpecError::NotLocal { key, role: role.as_str() });
@@ -129,7 +157,7 @@ impl TierSpec {
                 ("repository", asked.repository.is_some()),
                 ("window", asked.window.is_some()),
                 ("epochs", asked.epochs.is_some()),
-                ("on-missing", asked.on_missing.is_some()),
+                ("on-missing", asked.on_missing.is_some() && asked.replica.is_none()),
                 ("on-outage", asked.on_outage != api::OnOutage::default()),
                 ("outage-bytes", asked.outage_bytes.is_some()),
                 ("durability", asked.durability != api::DurableAt::default()),
@@ -277,12 +305,14 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             ("clone", asked.clone.as_ref()),
             ("agent", asked.agent.as_ref()),
             ("tier", asked.tier.as_ref()),
+            ("replica", asked.replica.as_ref()),
         ];
         let backing = asked.backing.iter().flatten().map(|path| ("backing", Some(path)));
         for (key, path) in paths.into_iter().chain(backing) {
             path.map_or(Ok(()), |path| check_path(key, path))?;
         }
         let tier = TierSpec::of(&asked)?;
+        let replica = ReplicaSpec::of(&asked)?;
         let local = LocalSpec::of(&asked)?;
         let read_only = asked.read_only || asked.at.is_some() && asked.clone.is_none();
         let (path, called, clone_of) = match (asked.at, asked.clone) {
@@ -330,6 +360,7 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             backing,
             limits,
             tier,
+            replica,
             local,
         })
     }
@@ -380,10 +411,11 @@ impl From<&DiskSpec> for api::DiskSpec {
                 .as_ref()
                 .and_then(|tier| tier.epochs)
                 .map(|epochs| format!("{}s", epochs.as_secs())),
-            on_missing: spec.tier.as_ref().and_then(|tier| match tier.on_missing {
+            replica: spec.replica.as_ref().map(|replica| path_to_text(&replica.dir)),
+            on_missing: match spec.on_missing() {
                 OnMissing::Wait => None,
                 OnMissing::Error(time) => Some(format!("error:{}", time.as_secs())),
-            }),
+            },
             on_outage: spec.tier.as_ref().map(|tier| shown_on_outage(tier.on_outage)).unwrap_or_default(),
             outage_bytes: spec.tier.as_ref().and_then(|tier| tier.outage_bytes).map(NonZeroU64::get),
             durability: spec.tier.as_ref().map(|tier| shown_durability(tier.durability)).unwrap_or_default(),
@@ -429,6 +461,12 @@ impl DiskSpec {
         self.local.map(|local| local.role).unwrap_or_default()
     }
 
+    /// What becomes of its reads while a repository does not answer.
+    fn on_missing(&self) -> OnMissing {
+        let of_tier = self.tier.as_ref().map(|tier| tier.on_missing);
+        of_tier.or(self.replica.as_ref().map(|replica| replica.on_missing)).unwrap_or(OnMissing::Wait)
+    }
+
     /// The group of disks that it is published with.
     pub(crate) fn group(&self) -> Option<&str> {
         self.tier.as_ref()?.group.as_deref()
@@ -460,6 +498,9 @@ impl DiskSpec {
         if let Some(tier) = &mut self.tier {
             tier.dir = absolute(&tier.dir)?;
         }
+        if let Some(replica) = &mut self.replica {
+            replica.dir = absolute(&replica.dir)?;
+        }
         let backing = self.backing.map(|backing| backing.into_iter().map(absolute).collect());
         self.backing = backing.transpose()?;
         Ok(self)
@@ -490,6 +531,9 @@ impl DiskSpec {
         self.agent = self.agent.map(|agent| directory.join(agent));
         if let Some(tier) = &mut self.tier {
             tier.dir = directory.join(&tier.dir);
+        }
+        if let Some(replica) = &mut self.replica {
+            replica.dir = directory.join(&replica.dir);
         }
         for path in self.backing.iter_mut().flatten() {
             *path = directory.join(&*path);
@@ -555,6 +599,7 @@ mod tests {
             },
             api::DiskSpec { epochs: text("2h"), ..tiered("/var/lib/vmstrata", None) },
             api::DiskSpec { on_missing: text("error:7"), ..tiered("/var/lib/vmstrata", None) },
+            api::DiskSpec { on_missing: text("error:7"), ..with_replica() },
             api::DiskSpec {
                 on_outage: api::OnOutage::Stall,
                 outage_bytes: Some(1 << 30),
@@ -565,6 +610,34 @@ mod tests {
             let spec = DiskSpec::try_from(asked).unwrap();
             assert_eq!(DiskSpec::try_from(api::DiskSpec::from(&spec)).unwrap(), spec);
         }
+    }
+
+    fn with_replica() -> api::DiskSpec {
+        let (path, replica) = ("/nas/desk7.qcow2".to_owned(), Some("/var/lib/vmstrata".to_owned()));
+        api::DiskSpec { path, replica, ..api::DiskSpec::default() }
+    }
+
+    #[test]
+    fn a_replica_is_of_an_image_that_is_not_published() {
+        let spec = DiskSpec::try_from(with_replica()).unwrap().seen_from(Path::new("/etc"));
+        assert_eq!(spec.replica.unwrap().on_missing, OnMissing::Wait);
+        let refused = |asked| DiskSpec::try_from(asked).unwrap_err();
+        let tier = Some("/tier".to_owned());
+        assert_eq!(refused(api::DiskSpec { tier, ..with_replica() }), SpecError::NoReplica { key: "tier" });
+        let format = Some(api::Format::Raw);
+        assert_eq!(
+            refused(api::DiskSpec { format, ..with_replica() }),
+            SpecError::NoReplica { key: "format=raw" }
+        );
+        let path = "nbd://host/web".to_owned();
+        assert_eq!(
+            refused(api::DiskSpec { path, ..with_replica() }),
+            SpecError::NoReplica { key: "path=nbd" }
+        );
+        let replica = Some(String::new());
+        assert_eq!(refused(api::DiskSpec { replica, ..with_replica() }), SpecError::Path { key: "replica" });
+        let swap = api::DiskSpec { role: api::DiskRole::Swap, size_bytes: Some(4096), ..with_replica() };
+        assert_eq!(refused(swap), SpecError::NotLocal { key: "replica", role: "swap" });
     }
 
     fn tiered(dir: &str, window: Option<u64>) -> api::DiskSpec {

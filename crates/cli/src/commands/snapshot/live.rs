@@ -209,6 +209,7 @@ impl Live {
                 JobSpec::TierAttach { .. } => {
                     "its guest writes on this host, and nothing is published: the command goes on if it is run again"
                 }
+                JobSpec::ReplicaFill { .. } => "what came stays: the command goes on if it is run again",
                 JobSpec::Move { .. } => "what is copied stays: the command goes on if it is run again",
                 _ => STOPPED,
             };

@@ -7,8 +7,8 @@ use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::{Extension, Json};
 use vmstrata_api::{
-    ChangedBy, DiskDetail, DiskLimits, DiskList, DiskSpec, SizeChange, SizeSpec, TierHold, TierRate,
-    TierStatus,
+    ChangedBy, DiskDetail, DiskLimits, DiskList, DiskSpec, Replica, ReplicaDropped, ReplicaList, ReplicaPin,
+    SizeChange, SizeSpec, TierHold, TierRate, TierStatus,
 };
 use vmstrata_types::path_to_text;
 
@@ -126,6 +126,47 @@ pub(in crate::control) async fn hold_tier(
 ) -> Result<Json<TierStatus>, Failure> {
     let what = What::of("tier_hold", [name.clone()]).object(format!("{} s", asked.seconds));
     changing(host, by, what, move |host, _| host.hold_tier(&name, asked)).await.map(Json)
+}
+
+/// What this host keeps of the layers in repositories that its disks stand on
+#[utoipa::path(get, path = "/v1/replicas", tag = "disks", operation_id = "list_replicas", responses((status = OK, description = "Layer by layer", body = ReplicaList)))]
+pub(in crate::control) async fn replicas(
+    State(host): State<Arc<Host>>,
+) -> Result<Json<ReplicaList>, Failure> {
+    apart(host, |host| host.replicas()).await.map(Json)
+}
+
+/// Keep what comes of a disk's layers in repositories on this host, or let it go when others need the room
+#[utoipa::path(
+    put, path = "/v1/disks/{name}/replica", tag = "disks", operation_id = "pin_replica",
+    params(("name" = String, Path, description = "The disk")),
+    request_body = ReplicaPin,
+    responses((status = OK, description = "It stays, or may go", body = Replica))
+)]
+pub(in crate::control) async fn pin_replica(
+    State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
+    Segment(name): Segment,
+    Body(asked): Body<ReplicaPin>,
+) -> Result<Json<Replica>, Failure> {
+    let what =
+        What::of("replica_pin", [name.clone()]).object(if asked.pinned { "pinned" } else { "not pinned" });
+    changing(host, by, what, move |host, _| host.pin_replica(&name, asked)).await.map(Json)
+}
+
+/// Give up what this host keeps of a disk's layers in repositories
+#[utoipa::path(
+    delete, path = "/v1/disks/{name}/replica", tag = "disks", operation_id = "drop_replica",
+    params(("name" = String, Path, description = "The disk")),
+    responses((status = OK, description = "It is read from the repository again", body = ReplicaDropped))
+)]
+pub(in crate::control) async fn drop_replica(
+    State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
+    Segment(name): Segment,
+) -> Result<Json<ReplicaDropped>, Failure> {
+    let what = What::of("replica_drop", [name.clone()]);
+    changing(host, by, what, move |host, _| host.drop_replica(&name)).await.map(Json)
 }
 
 /// How fast all tiered disks together ship what they publish

@@ -1,0 +1,50 @@
+//! `vmstrata rebase` on the command line.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{BackingArgs, ControlArgs, JournalArgs};
+
+/// `vmstrata rebase`
+#[derive(Debug, Args)]
+#[command(after_help = HELP)]
+pub struct RebaseArgs {
+    /// The disk, which no guest uses: a clone of a snapshot of a tiered disk
+    pub disk: PathBuf,
+    /// Which snapshot it is to stand on: BASE@VERSION
+    #[arg(long, value_name = "STATE")]
+    pub onto: PathBuf,
+    /// Say what the disk would store, and change nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Make its file without subclusters
+    #[arg(long)]
+    pub no_subclusters: bool,
+    /// Where backing files may be.
+    #[command(flatten)]
+    pub backing: BackingArgs,
+    /// The server that may be serving it.
+    #[command(flatten)]
+    pub server: ControlArgs,
+    /// The journals of a server that was killed.
+    #[command(flatten)]
+    pub journal: JournalArgs,
+    /// Show no progress
+    #[arg(long)]
+    pub quiet: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+const HELP: &str = "\
+Examples:
+  vmstrata rebase /mnt/nas/vms/desk7.qcow2 --onto /mnt/nas/vms/golden.qcow2@v2 --dry-run
+  vmstrata rebase /mnt/nas/vms/desk7.qcow2 --onto /mnt/nas/vms/golden.qcow2@v2
+
+A guest that patched itself as the base was patched stores the patch once more. Afterwards it reads every byte as before, and its file has only what the \
+new version has not at the same place. The new file is compared with the disk before it takes its name, in one step. A command that is interrupted \
+changes nothing. Refused for disks with snapshots of their own.
+
+Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
