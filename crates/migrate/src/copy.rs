@@ -254,6 +254,10 @@ impl LayerCopy {
         let part = &self.part;
         self.target.set_len(self.seen.len).map_err(Error::of_file(part, "set the copy's length"))?;
         copy_access(&self.from, &self.target)?;
+        // An index is first compared by time.
+        let modified = Timespec { tv_sec: self.seen.modified.0, tv_nsec: self.seen.modified.1 };
+        let times = Timestamps { last_access: modified, last_modification: modified };
+        rustix::fs::futimens(&self.target, &times).map_err(Error::of_file(part, "set the copy's time"))?;
         self.flush()?;
         let digest = self.digest.finalize().to_hex().to_string();
         let back = self.back.take().map_or_else(|| Ok(Digest::default()), ReadBack::end);
@@ -289,14 +293,10 @@ impl LayerCopy {
 
     /// Gives the copy, which is whole, its name. `rename_backing` is done to it before, and says whether it has changed it.
     pub(crate) fn name(&self, rename_backing: impl FnOnce(&Path) -> Result<bool>) -> Result<()> {
-        // An index is first compared by time. A copy with another backing name keeps its own time, so that no index of the source is used for it.
-        if !rename_backing(&self.part)? {
-            let modified = Timespec { tv_sec: self.seen.modified.0, tv_nsec: self.seen.modified.1 };
-            let times = Timestamps { last_access: modified, last_modification: modified };
-            rustix::fs::futimens(&self.target, &times)
-                .map_err(Error::of_file(&self.part, "set the copy's time"))?;
+        // One with another backing name has a time of its own then, so that no index of the source is used for it.
+        if rename_backing(&self.part)? {
+            self.flush()?;
         }
-        self.flush()?;
         // Never over another file.
         let named = Place::of(&self.part).and_then(|part| part.rename_new(&Place::of(&self.to)?));
         match named {
