@@ -12,17 +12,17 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
 use vmstrata_repo::{ObjectName, Repository};
 use vmstrata_store::Fetched;
 
 use crate::error::{Error, Result};
-use crate::head::{BOOT_NAME, ObjectId};
+use crate::head::{BOOT_NAME, Object, ObjectId};
 use crate::look::read;
 use crate::remote::{CachedLayer, Remote};
 use crate::sealed::{seal, unseal};
@@ -116,17 +116,23 @@ impl Profile {
 
 /// A start, while it is watched.
 #[derive(Debug)]
-pub(crate) struct Boot(Mutex<Seen>);
+pub(crate) struct Boot {
+    seen: Mutex<Seen>,
+    /// Signalled when nobody reads any more.
+    changed: Condvar,
+}
 
 #[derive(Debug)]
 struct Seen {
     /// When it counts as over.
     until: Instant,
+    /// Nobody reads any more.
+    is_left: bool,
     profile: Profile,
     /// Which chunk of the profile comes next.
     next: usize,
     /// Those of the profile that came ahead.
-    ahead: Vec<usize>,
+    ahead: HashSet<usize>,
     /// See [`Profile::after`].
     missed: Vec<(usize, Chunk)>,
     known: HashSet<(ObjectId, u32)>,
@@ -134,58 +140,69 @@ struct Seen {
 
 impl Boot {
     fn new(until: Instant) -> Self {
-        Self(Mutex::new(Seen {
+        let seen = Seen {
             until,
+            is_left: false,
             profile: Profile::default(),
             next: 0,
-            ahead: Vec::new(),
+            ahead: HashSet::new(),
             missed: Vec::new(),
             known: HashSet::new(),
-        }))
+        };
+        Self { seen: Mutex::new(seen), changed: Condvar::new() }
     }
 
     /// A guest asks for a chunk that is not here.
     pub(crate) fn missed(&self, layer: ObjectId, chunk: usize) {
-        let (mut seen, number) = (self.0.lock(), chunk as u32);
+        let (mut seen, number) = (self.seen.lock(), chunk as u32);
         if seen.missed.len() < CHUNKS_MAX && seen.known.insert((layer, number)) {
             let place = seen.next;
             seen.missed.push((place, Chunk { layer, number, unused: 0 }));
         }
     }
 
+    /// Nobody reads any more: nothing is noted.
+    pub(crate) fn leave(&self) {
+        self.seen.lock().is_left = true;
+        self.changed.notify_all();
+    }
+
+    fn begin(&self, profile: Profile) {
+        let mut seen = self.seen.lock();
+        seen.known.extend(profile.0.iter().map(|chunk| (chunk.layer, chunk.number)));
+        seen.profile = profile;
+    }
+
     /// The next chunk of the profile, and its place there.
     fn next(&self) -> Option<(usize, Chunk)> {
-        let mut seen = self.0.lock();
+        let mut seen = self.seen.lock();
         let place = seen.next;
         let chunk = *seen.profile.0.get(place)?;
         seen.next += 1;
         Some((place, chunk))
     }
 
-    /// Waits for its end; false if the cache was closed before that.
-    fn wait(&self, remote: &Remote) -> bool {
-        loop {
-            let (now, until) = (Instant::now(), self.0.lock().until);
-            if remote.cache().is_closed() {
-                return false;
-            }
-            if now >= until {
-                return true;
-            }
-            remote.cache().pause(until - now);
+    /// Waits for its end.
+    fn wait(&self) {
+        let mut seen = self.seen.lock();
+        while !seen.is_left && seen.until > Instant::now() {
+            let until = seen.until;
+            self.changed.wait_until(&mut seen, until);
         }
     }
 }
 
-/// What brings the chunks of a profile.
+/// What brings the chunks of a profile. It keeps nothing open that nobody else has open.
 struct Ahead {
     boot: Arc<Boot>,
-    layers: HashMap<ObjectId, CachedLayer>,
+    remote: Weak<Remote>,
+    objects: HashMap<ObjectId, Object>,
 }
 
 impl Ahead {
-    fn layer(&self, chunk: Chunk) -> Option<&CachedLayer> {
-        self.layers.get(&chunk.layer).filter(|layer| (chunk.number as usize) < layer.cached().chunk_count())
+    fn layer(&self, chunk: Chunk) -> Option<CachedLayer> {
+        let layer = self.remote.upgrade()?.layer(self.objects.get(&chunk.layer)?).ok()?;
+        ((chunk.number as usize) < layer.cached().chunk_count()).then_some(layer)
     }
 
     /// Brings the next chunk that is not here, and when it has come the one after that.
@@ -195,87 +212,89 @@ impl Ahead {
             let Some(layer) = self.layer(chunk).filter(|layer| layer.cached().is_missing(number)) else {
                 continue;
             };
-            let this = Arc::clone(self);
+            let (this, cached) = (Arc::clone(self), Arc::clone(layer.cached()));
             let then = move |fetched: io::Result<Fetched>| {
-                if !matches!(fetched, Ok(Fetched::Here)) {
-                    return;
+                if matches!(fetched, Ok(Fetched::Here)) {
+                    cached.take_used(number);
+                    this.boot.seen.lock().ahead.insert(place);
+                    this.go_on();
                 }
-                if let Some(layer) = this.layer(chunk) {
-                    layer.cached().take_used(number);
-                }
-                this.boot.0.lock().ahead.push(place);
-                this.go_on();
             };
             return layer.fetch_ahead(number, Box::new(then));
         }
     }
+
+    /// Has come what earlier starts read, and notes what this one does.
+    fn watch(self: &Arc<Self>) -> Result<()> {
+        let name = ObjectName::new(BOOT_NAME).expect("letters");
+        let Some(remote) = self.remote.upgrade() else { return Ok(()) };
+        let profile = match read(&**remote.repository(), &name, Profile::decode) {
+            Err(Error::Repository(error)) if error.kind() == io::ErrorKind::NotFound => Profile::default(),
+            Err(error @ Error::Damaged { .. }) => {
+                tracing::warn!(%error, "it is made anew");
+                Profile::default()
+            }
+            profile => profile?,
+        };
+        drop(remote);
+        self.boot.begin(profile.clone());
+        (0..IN_FLIGHT).for_each(|_| self.go_on());
+        self.boot.wait();
+        let Some(remote) = self.remote.upgrade().filter(|remote| !remote.cache().is_closed()) else {
+            return Ok(());
+        };
+        let (missed, came) = {
+            let mut seen = self.boot.seen.lock();
+            (std::mem::take(&mut seen.missed), std::mem::take(&mut seen.ahead))
+        };
+        let was_read = |place: usize| {
+            let chunk = profile.0[place];
+            let layer = self.layer(chunk).filter(|_| came.contains(&place))?;
+            Some(layer.cached().is_used(chunk.number as usize))
+        };
+        let after = profile.clone().after(&missed, was_read);
+        if after != profile {
+            write(&**remote.repository(), &name, &after.encode())?;
+            let (repository, chunks) = (remote.repository().describe(), after.0.len());
+            tracing::info!(
+                repository,
+                chunks,
+                missed = missed.len(),
+                "noted what guests read when they start"
+            );
+        }
+        Ok(())
+    }
 }
 
 /// Watches the start of disks with these layers, and has come what earlier starts read.
-pub(crate) fn begin(remote: &Arc<Remote>, layers: Vec<CachedLayer>, period: Duration) {
+pub(crate) fn begin(remote: &Arc<Remote>, objects: &[Object], period: Duration) {
     if !remote.cache().is_own() {
         return;
     }
     let until = Instant::now() + period;
     let mut running = remote.boot().lock();
     if let Some(boot) = &*running {
-        boot.0.lock().until = until;
+        boot.seen.lock().until = until;
         return;
     }
-    let (boot, of) = (Arc::new(Boot::new(until)), Arc::clone(remote));
+    let boot = Arc::new(Boot::new(until));
     *running = Some(Arc::clone(&boot));
     drop(running);
-    let layers = layers.into_iter().map(|layer| (layer.id(), layer)).collect();
+    let objects = objects.iter().map(|object| (object.id, *object)).collect();
+    let ahead = Arc::new(Ahead { boot, remote: Arc::downgrade(remote), objects });
     let watch = move || {
-        if let Err(error) = watch(&of, &boot, layers) {
-            let repository = of.repository().describe();
-            tracing::debug!(repository, %error, "what guests read when they start is not known");
+        if let Err(error) = ahead.watch() {
+            tracing::debug!(%error, "what guests read when they start is not known");
         }
-        *of.boot().lock() = None;
+        if let Some(remote) = ahead.remote.upgrade() {
+            *remote.boot().lock() = None;
+        }
     };
     if let Err(error) = thread::Builder::new().name("boot".to_owned()).spawn(watch) {
         tracing::debug!(%error, "what guests read when they start is not known");
         *remote.boot().lock() = None;
     }
-}
-
-fn watch(remote: &Remote, boot: &Arc<Boot>, layers: HashMap<ObjectId, CachedLayer>) -> Result<()> {
-    let name = ObjectName::new(BOOT_NAME).expect("letters");
-    let profile = match read(&**remote.repository(), &name, Profile::decode) {
-        Err(Error::Repository(error)) if error.kind() == io::ErrorKind::NotFound => Profile::default(),
-        Err(error @ Error::Damaged { .. }) => {
-            tracing::warn!(%error, "it is made anew");
-            Profile::default()
-        }
-        profile => profile?,
-    };
-    {
-        let mut seen = boot.0.lock();
-        seen.known.extend(profile.0.iter().map(|chunk| (chunk.layer, chunk.number)));
-        seen.profile = profile.clone();
-    }
-    let ahead = Arc::new(Ahead { boot: Arc::clone(boot), layers });
-    (0..IN_FLIGHT).for_each(|_| ahead.go_on());
-    if !boot.wait(remote) {
-        return Ok(());
-    }
-    let mut seen = boot.0.lock();
-    let (missed, came) = (std::mem::take(&mut seen.missed), std::mem::take(&mut seen.ahead));
-    drop(seen);
-    let came: HashSet<usize> = came.into_iter().collect();
-    let was_read = |place: usize| {
-        let chunk = profile.0[place];
-        let layer = ahead.layer(chunk).filter(|_| came.contains(&place))?;
-        Some(layer.cached().is_used(chunk.number as usize))
-    };
-    let after = profile.clone().after(&missed, was_read);
-    if after == profile {
-        return Ok(());
-    }
-    write(&**remote.repository(), &name, &after.encode())?;
-    let (repository, chunks) = (remote.repository().describe(), after.0.len());
-    tracing::info!(repository, chunks, missed = missed.len(), "noted what guests read when they start");
-    Ok(())
 }
 
 fn write(repository: &dyn Repository, name: &ObjectName, bytes: &[u8]) -> Result<()> {
@@ -294,7 +313,7 @@ mod tests {
     use super::*;
     use crate::cache::Cache;
     use crate::digests::CHUNK;
-    use crate::head::{Object, is_object_name};
+    use crate::head::is_object_name;
     use crate::object::ship;
     use crate::remote::OnMissing;
 
@@ -333,7 +352,7 @@ mod tests {
         let cache = Cache::open(dir, u64::MAX).unwrap();
         let remote = Remote::new(&cache, Arc::clone(repository), OnMissing::Wait);
         let layer = remote.layer(object).unwrap();
-        begin(&remote, vec![layer.clone()], Duration::from_millis(300));
+        begin(&remote, &[*object], Duration::from_millis(300));
         layer
     }
 

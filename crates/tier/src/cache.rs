@@ -237,11 +237,6 @@ impl Cached {
         self.chunks[chunk].store(state.0, Ordering::SeqCst);
     }
 
-    /// Bytes of the layer.
-    pub(crate) fn len(&self) -> u64 {
-        self.len
-    }
-
     /// How many chunks there are.
     pub(crate) fn chunk_count(&self) -> usize {
         self.chunks.len()
@@ -768,6 +763,12 @@ impl Room {
         let pinned = self.layers.iter().filter(|layer| self.pinned.contains(&layer.id));
         pinned.map(|layer| layer.len).sum()
     }
+
+    /// Bytes of the pinned layers and of these.
+    fn bytes_with(&self, layers: &[&Arc<Cached>]) -> u64 {
+        let more = layers.iter().filter(|layer| !self.pinned.contains(&layer.id));
+        self.pinned_bytes() + more.map(|layer| layer.len).sum::<u64>()
+    }
 }
 
 impl Retired {
@@ -797,9 +798,7 @@ impl Cache {
     /// [`Error::NoRoom`] where nothing would be left for the chunks of others; whatever the host reports.
     pub(crate) fn pin(&self, layers: &[&Arc<Cached>]) -> Result<()> {
         let mut room = self.room.lock();
-        let added = layers.iter().filter(|layer| !room.pinned.contains(&layer.id));
-        let wanted = room.pinned_bytes() + added.map(|layer| layer.len).sum::<u64>();
-        self.check_room(wanted)?;
+        self.check_room(room.bytes_with(layers))?;
         for layer in layers {
             let place = self.pinned_place(layer.id);
             place.open_or_create(PRIVATE).map_err(|source| Error::Cache { path: place.path(), source })?;
@@ -827,11 +826,16 @@ impl Cache {
         Ok(())
     }
 
-    /// Refuses to keep so many bytes of layers for good: reads of others need room.
+    /// Refuses layers that it cannot have here together, beside those that stay.
     ///
     /// # Errors
     /// [`Error::NoRoom`].
-    pub(crate) fn check_room(&self, wanted: u64) -> Result<()> {
+    pub(crate) fn check_fill(&self, layers: &[&Arc<Cached>]) -> Result<()> {
+        self.check_room(self.room.lock().bytes_with(layers))
+    }
+
+    /// Refuses to keep so many bytes of layers: reads of others need room.
+    fn check_room(&self, wanted: u64) -> Result<()> {
         let room = self.budget.saturating_sub(CACHE_BYTES_MIN);
         if wanted <= room { Ok(()) } else { Err(Error::NoRoom { path: self.path(), wanted, room }) }
     }

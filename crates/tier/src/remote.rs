@@ -307,6 +307,12 @@ impl Remote {
     }
 }
 
+impl Drop for Remote {
+    fn drop(&mut self) {
+        self.boot.get_mut().iter().for_each(|boot| boot.leave());
+    }
+}
+
 impl Job {
     /// Fetches the chunk, until it is here or nobody waits for it any more.
     fn run(self) {
@@ -485,6 +491,11 @@ impl CachedLayer {
         };
         self.fetch_within(at, len, patience, Box::new(then));
         told.recv().expect("who waits is answered")
+    }
+
+    /// What the layer is.
+    pub(crate) fn object(&self) -> &Object {
+        &self.0.object
     }
 
     /// Bytes of the layer.

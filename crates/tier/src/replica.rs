@@ -67,9 +67,9 @@ impl Replica {
         Ok(Self { layers: layers.collect::<Result<_>>()? })
     }
 
-    /// The layers, base first.
-    pub(crate) fn into_layers(self) -> Vec<CachedLayer> {
-        self.layers
+    /// What its layers are, base first.
+    pub(crate) fn objects(&self) -> Vec<Object> {
+        self.layers.iter().map(|layer| *layer.object()).collect()
     }
 
     /// Whether no layer lies in a repository.
@@ -119,7 +119,7 @@ impl Replica {
     /// [`Error::NoRoom`].
     pub fn fill(self) -> Result<Walk> {
         for (cache, layers) in self.by_cache() {
-            cache.check_room(layers.iter().map(|layer| layer.len()).sum())?;
+            cache.check_fill(&layers)?;
         }
         Ok(Walk::new(self, Task::Fill))
     }
@@ -245,8 +245,7 @@ pub fn read_through<'a>(
         };
         let objects = objects_of(&**remote.repository(), &wanted)?;
         files.add(LayerDirectory { path: dir, indices: &cache.path() }, &remote, &objects)?;
-        let layers = objects.iter().map(|object| remote.layer(object)).collect::<Result<_>>()?;
-        boot::begin(&remote, layers, boot);
+        boot::begin(&remote, &objects, boot);
     }
     Ok(())
 }

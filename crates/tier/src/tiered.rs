@@ -85,7 +85,7 @@ impl Tiered {
             let layers = disks.iter().flat_map(|disk| disk.layers());
             let chain: Vec<PathBuf> = layers.map(|layer| layer.path).collect();
             let replica = Replica::of(files, chain.iter().map(PathBuf::as_path))?;
-            boot::begin(remote, replica.into_layers(), BOOT);
+            boot::begin(remote, &replica.objects(), BOOT);
         }
         let failed = || Error::of_file(&place.path, "start the threads that publish it");
         let watched = (shared.clone(), disks.clone());
