@@ -4,6 +4,7 @@
 //! everywhere, and those of `check` are qemu-img's, so usage errors take sysexits' 64 instead of clap's 2.
 
 mod backup;
+mod base;
 mod control;
 mod gc;
 mod index;
@@ -33,6 +34,7 @@ use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 use vmstrata_disk::{Format, Unflushed};
 
 pub use self::backup::{BackupArgs, DiffArgs, RestoreArgs};
+pub use self::base::{BaseArgs, BaseCommand, BaseListArgs, BasePublishArgs, BaseRetireArgs};
 pub use self::control::{
     ControlArgs, DiskArgs, DiskCommand, ExportArgs, ExportCommand, NewExport, StatusArgs, TopArgs,
 };
@@ -178,6 +180,8 @@ pub enum Command {
     Job(JobArgs),
     /// Show what of a tiered disk is published, publish or hold it, take it over from another host, or make it an ordinary image again
     Tier(TierArgs),
+    /// Publish, list and retire versions of a base that many disks stand on
+    Base(Box<BaseArgs>),
     /// Show what this host keeps of layers in repositories, such as a base that many disks share; fill, pin, scrub or drop it
     Replica(ReplicaArgs),
     /// Take snapshots of running guests (memory, devices and disks), and start guests from them

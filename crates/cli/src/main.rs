@@ -88,6 +88,7 @@ fn run(mut command: Command) -> anyhow::Result<ExitCode> {
         Command::Export(args) => commands::export::run(&args),
         Command::Job(args) => commands::job::run(&args),
         Command::Tier(args) => commands::tier::run(&args),
+        Command::Base(args) => commands::base::run(&args),
         Command::Replica(args) => commands::replica::run(&args),
         Command::Vm(args) => commands::vm::run(&args),
         Command::Completions(args) => commands::completions::run(&args),

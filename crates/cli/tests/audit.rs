@@ -90,6 +90,7 @@ const OTHERS: &[&str] = &[
     "tier sync",
     "tier hold",
     "tier rate",
+    "base list",
     "replica list",
     "replica fill",
     "replica pin",
@@ -106,6 +107,8 @@ const OTHERS: &[&str] = &[
 /// Their records are looked at where guests and tiered disks are.
 const ELSEWHERE: &[&str] = &[
     "tier attach",
+    "base publish",
+    "base retire",
     "rebase",
     "tier takeover",
     "tier pins",

@@ -252,3 +252,52 @@ fn a_disk_stands_on_a_newer_base_and_reads_as_before() {
     assert!(refused.contains("snapshots of its own"), "{refused}");
     assert!(!nas.images.files().iter().any(|file| file.contains(".part")));
 }
+
+#[test]
+fn a_version_has_what_another_image_has_otherwise() {
+    let images = Images::new();
+    fs::create_dir(images.path("nas")).unwrap();
+    let [base, build, tier] = ["nas/golden.qcow2", "build.raw", "publisher"].map(|file| images.name(file));
+    tool_ok("qemu-img", ["create", "-q", "-f", "qcow2", &base, "64M"]);
+    tool_ok("qemu-io", ["-f", "qcow2", "-c", "write -P 1 0 8M", "-c", "write -P 2 20M 8M", &base]);
+    tool_ok("qemu-img", ["convert", "-O", "raw", &base, &build]);
+    let publish = |version, more: &[&str]| {
+        let args = ["base", "publish", &base, "--version", version, "--tier", &tier];
+        args.iter().chain(more).map(|arg| (*arg).to_owned()).collect::<Vec<_>>()
+    };
+    let refused = run_err(1, publish("v1", &["--from", &build]));
+    assert!(refused.contains("without --from"), "{refused}");
+    run_ok(publish("v1", &[]));
+    let v1 = images.name("v1.raw");
+    fs::copy(&build, &v1).unwrap();
+    // Built anew: some blocks differ, one run is zeros now, and it is larger.
+    tool_ok("qemu-img", ["resize", "-q", "-f", "raw", &build, "72M"]);
+    for write in ["write -P 3 1M 1M", "write -P 4 21000k 4k", "write -z 24M 2M", "write -P 5 71M 64k"] {
+        tool_ok("qemu-io", ["-f", "raw", "-c", write, &build]);
+    }
+    let said = run_json(publish("v2", &["--from", &build, "--json"]));
+    assert_eq!(said["written_bytes"], (1 << 20) + 4096 + 65536);
+    let refused = run_err(1, publish("v2", &["--from", &build]));
+    assert!(refused.contains("already"), "{refused}");
+    for (version, content) in [("v1", &v1), ("v2", &build)] {
+        let clone = images.name(&format!("nas/{version}.qcow2"));
+        run_ok(["snapshot", "clone", &format!("{base}@{version}"), "-o", &clone]);
+        tool_ok("qemu-img", ["compare", "-F", "raw", &clone, content]);
+    }
+    let listed = run_json(["base", "list", &base, "--json"]);
+    let [first, second] = &listed["versions"].as_array().unwrap()[..] else { panic!("{listed}") };
+    assert_eq!((&first["version"], &second["version"]), (&"v1".into(), &"v2".into()));
+    assert!(first["added_bytes"].as_u64() >= Some(16 << 20), "{listed}");
+    assert!(second["added_bytes"].as_u64() < Some(3 << 20), "{listed}");
+    assert!(first["disks"][0].as_str().unwrap().contains("nas/v1.qcow2"), "{listed}");
+    assert!(run_ok(["base", "list", &base]).contains("v2"));
+
+    let refused = run_err(1, ["base", "retire", &base, "--version", "v1"]);
+    assert!(refused.contains("v1.qcow2") && refused.contains("add --yes"), "{refused}");
+    run_ok(["base", "retire", &base, "--version", "v1", "--yes"]);
+    let gone = run_err(1, ["snapshot", "clone", &format!("{base}@v1"), "-o", &images.name("more.qcow2")]);
+    assert!(gone.contains("no snapshot 'v1'"), "{gone}");
+    // What stands on it is not touched, also when the next version is published.
+    run_ok(publish("v3", &[]));
+    tool_ok("qemu-img", ["compare", "-F", "raw", &images.name("nas/v1.qcow2"), &v1]);
+}

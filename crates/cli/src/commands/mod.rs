@@ -1,6 +1,7 @@
 //! One module per command; each has `run(&Args) -> Result<ExitCode>`.
 
 pub mod backup;
+pub mod base;
 pub mod check;
 pub mod completions;
 pub mod create;
