@@ -35,6 +35,8 @@ pub(crate) const RING_MIN: u64 = 128 << 10;
 const TAG_MAX: u64 = 0x7FFF;
 /// Longest batch, of a long ring.
 const BATCH_MAX: u64 = 4 << 20;
+/// Longest record: a flush of more data is one of bandwidth. The log would write it twice, and others' flushes wait for it.
+const RECORD_MAX: u64 = 256 << 10;
 
 /// The log of a host.
 #[derive(Debug)]
@@ -93,7 +95,7 @@ impl Ring {
 
     /// Longest record.
     pub(crate) fn record_max(self) -> usize {
-        (self.batch_max() / 2) as usize
+        (self.batch_max() / 2).min(RECORD_MAX) as usize
     }
 
     /// What records with operations may take: at the end of the ring a batch may not fit.
