@@ -118,7 +118,7 @@ impl Profile {
 #[derive(Debug)]
 pub(crate) struct Boot {
     seen: Mutex<Seen>,
-    /// Signalled when nobody reads any more.
+    /// Signalled when there are no more readers.
     changed: Condvar,
 }
 
@@ -126,7 +126,7 @@ pub(crate) struct Boot {
 struct Seen {
     /// When it counts as over.
     until: Instant,
-    /// Nobody reads any more.
+    /// There are no more readers.
     is_left: bool,
     profile: Profile,
     /// Which chunk of the profile comes next.
@@ -161,7 +161,7 @@ impl Boot {
         }
     }
 
-    /// Nobody reads any more: nothing is noted.
+    /// There are no more readers: nothing is noted.
     pub(crate) fn leave(&self) {
         self.seen.lock().is_left = true;
         self.changed.notify_all();
@@ -192,7 +192,7 @@ impl Boot {
     }
 }
 
-/// What brings the chunks of a profile. It keeps nothing open that nobody else has open.
+/// What brings the chunks of a profile. It keeps nothing open by itself.
 struct Ahead {
     boot: Arc<Boot>,
     remote: Weak<Remote>,

@@ -29,7 +29,7 @@ use crate::look::{Heads, Look};
 use crate::pin::Pin;
 use crate::remote::{CachedLayer, OnMissing, Remote};
 
-/// How long one step waits for a repository that does not answer: whoever cancels it waits as long.
+/// How long one step waits for a repository that does not answer: to cancel it may take as long.
 const PATIENCE: OnMissing = OnMissing::Error(Duration::from_secs(5));
 /// Chunks that a step fetches together: guests that read wait behind no more.
 const TOGETHER: usize = 4;

@@ -31,7 +31,7 @@ pub enum BaseCommand {
     List(BaseListArgs),
     /// Retire a version: no new disk can be cloned from it, and those that stand on it keep it
     #[command(
-        after_help = "Examples:\n  vmstrata base retire /mnt/nas/vms/golden.qcow2 --version v1\n  vmstrata base retire /mnt/nas/vms/golden.qcow2 --version v1 --yes\n\nWithout --yes it says which disks stand on it. Layers that nothing needs any more are deleted by whoever publishes the base next."
+        after_help = "Examples:\n  vmstrata base retire /mnt/nas/vms/golden.qcow2 --version v1\n  vmstrata base retire /mnt/nas/vms/golden.qcow2 --version v1 --yes\n\nWithout --yes it says which disks stand on it. Layers that nothing needs any more are deleted when the base is published next."
     )]
     Retire(BaseRetireArgs),
 }

@@ -146,7 +146,7 @@ impl Own<'_> {
     }
 
     fn rebase(&self, target: &Target, below: &Path) -> Result<Report> {
-        // What a server that was killed had not flushed belongs to it; and nobody else may have it open for writing.
+        // What a server that was killed had not flushed belongs to it; and no other process may have it open for writing.
         let open = OpenOptions { unflushed: self.args.journal.unflushed(), ..self.open_options(false) };
         Disk::open(self.disk, &open, self.resources)?.close()?;
         let held = Disk::open(self.disk, &self.open_options(true), self.resources)?;
@@ -180,7 +180,7 @@ impl Own<'_> {
         let Some(directory) = below.parent() else { return Ok(()) };
         let found = super::tiered::repository_in(directory)?;
         let Purpose::Reader(who) = reader_of(self.disk) else { return Ok(()) };
-        // Whoever made the clone may have been another host.
+        // The clone may have been made on another host.
         let is_own = |pin: &Pin| match &pin.purpose {
             Purpose::Reader(other) => {
                 other.rsplit_once(" at ").map(|(of, _)| of) == who.rsplit_once(" at ").map(|(of, _)| of)
