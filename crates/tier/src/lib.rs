@@ -28,7 +28,7 @@
 //! | `digests` | what proves a part of a layer |
 //! | `abreast` | work for a far repository, several items at a time |
 //! | `cache`, `remote`, `cached_files` | which chunks of repositories' layers this host has, and how reads get them |
-//! | `boot` | what guests read when they start, which comes ahead of them |
+//! | `boot`, `ahead` | what guests read when they start, and that it comes ahead of them |
 //! | [`replica`](Replica) | the layers of one disk in the cache: filled, proved again, pinned, given up |
 //! | `companion` | what lies beside a layer: digests, and its tables packed |
 //!
@@ -38,6 +38,7 @@
 #![forbid(unsafe_code)]
 
 mod abreast;
+mod ahead;
 mod attach;
 mod attaching;
 mod boot;

@@ -19,7 +19,7 @@ use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_store::Fetched;
 use vmstrata_types::HostOffset;
 
-use crate::boot;
+use crate::ahead;
 use crate::cache::{Cache, Cached};
 use crate::cached_files::{CachedFiles, LayerDirectory};
 use crate::digests::CHUNK;
@@ -245,7 +245,7 @@ pub fn read_through<'a>(
         };
         let objects = objects_of(&**remote.repository(), &wanted)?;
         files.add(LayerDirectory { path: dir, indices: &cache.path() }, &remote, &objects)?;
-        boot::begin(&remote, &objects, boot);
+        ahead::begin(&remote, &objects, boot);
     }
     Ok(())
 }

@@ -10,7 +10,8 @@ use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{Disk, OpenOptions, Resources};
 use vmstrata_repo::Repository;
 
-use crate::boot::{self, BOOT};
+use crate::ahead;
+use crate::boot::BOOT;
 use crate::copies::{Claimed, claim};
 use crate::engine::{Engine, Held, Orders, Shared};
 use crate::error::{Error, Result};
@@ -85,7 +86,7 @@ impl Tiered {
             let layers = disks.iter().flat_map(|disk| disk.layers());
             let chain: Vec<PathBuf> = layers.map(|layer| layer.path).collect();
             let replica = Replica::of(files, chain.iter().map(PathBuf::as_path))?;
-            boot::begin(remote, &replica.objects(), BOOT);
+            ahead::begin(remote, &replica.objects(), BOOT);
         }
         let failed = || Error::of_file(&place.path, "start the threads that publish it");
         let watched = (shared.clone(), disks.clone());

@@ -1,0 +1,43 @@
+//! Waiters whose time is over are told.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use super::Cache;
+
+impl Cache {
+    /// Sees to it that waiters whose time is over by then are told.
+    pub(crate) fn expire_at(self: &Arc<Self>, until: Instant) {
+        let mut watch = self.watch.lock();
+        watch.next = watch.next.into_iter().chain([until]).min();
+        if watch.is_running {
+            self.watched.notify_one();
+            return;
+        }
+        let cache = Arc::clone(self);
+        match thread::Builder::new().name("cache-watch".to_owned()).spawn(move || cache.watch()) {
+            Ok(_) => watch.is_running = true,
+            Err(error) => tracing::warn!(%error, "reads may wait longer for a repository than they should"),
+        }
+    }
+
+    /// Runs while somebody waits who will not wait for ever.
+    fn watch(&self) {
+        let mut watch = self.watch.lock();
+        while let Some(next) = watch.next {
+            if next > Instant::now() {
+                self.watched.wait_until(&mut watch, next);
+                continue;
+            }
+            watch.next = None;
+            drop(watch);
+            let layers = self.room.lock().layers.clone();
+            let now = Instant::now();
+            let next = layers.iter().filter_map(|layer| layer.expire(now)).min();
+            watch = self.watch.lock();
+            watch.next = watch.next.into_iter().chain(next).min();
+        }
+        watch.is_running = false;
+    }
+}
