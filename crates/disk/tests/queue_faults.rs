@@ -117,22 +117,30 @@ fn reads_and_writes_in_place_pass_the_plan_without_a_worker() {
 fn a_worker_makes_good_what_fails_in_a_queue() {
     let effects = [Effect::Fail(EIO), Effect::Tear { bytes: 512, errno: EIO }, Effect::Short { bytes: 512 }];
     for (alignment, effect) in [1, 512].into_iter().flat_map(|aligned| effects.map(|it| (aligned, it))) {
+        // A write is never short.
+        let is_short = matches!(effect, Effect::Short { .. });
         for nth in 0..COUNT {
-            let full = full(alignment);
-            let before = full.counts();
-            full.add(OperationKind::Read, nth, effect);
-            // A write is never short.
-            let is_short = matches!(effect, Effect::Short { .. });
-            if !is_short {
-                full.add(OperationKind::Write, nth, effect);
+            let by_workers = || {
+                let full = full(alignment);
+                let before = full.counts();
+                full.add(OperationKind::Read, nth, effect);
+                if !is_short {
+                    full.add(OperationKind::Write, nth, effect);
+                }
+                let done = full.start().drain();
+                let after = full.counts();
+                full.end(done);
+                [after[2] - before[2], after[3] - before[3]]
+            };
+            let expected = [u64::from(!is_short), 1];
+            loop {
+                let found = by_workers();
+                // A write that waited for a processor leaves the next ones to workers for a while.
+                if found[0] <= expected[0] {
+                    assert_eq!(found, expected, "{effect:?} of operation {nth}");
+                    break;
+                }
             }
-            let done = full.start().drain();
-            let after = full.counts();
-            let by_workers = [after[2] - before[2], after[3] - before[3]];
-            assert_eq!(by_workers[1], 1, "{effect:?} of operation {nth}");
-            // And those after a write that waited for a processor.
-            assert!(by_workers[0] >= u64::from(!is_short), "{effect:?} of operation {nth}");
-            full.end(done);
         }
     }
 }

@@ -154,22 +154,26 @@ fn writes_wait_without_a_worker_while_the_layers_change() {
     let mut queue = IoQueue::new(Arc::clone(&disk), 8).unwrap();
     queue.push(write_at(0));
     assert_eq!(drain(&mut queue), 1);
-    queue.writes_wait_until = None;
     let at_workers = || disk.stats().at_workers[Kind::Write as usize];
-    let before = at_workers();
-    disk.write_gate.quiesce(|| {
-        [0, 4096].into_iter().for_each(|at| queue.push(write_at(at)));
-        queue.submit();
-        let mut ended = Vec::new();
-        for _ in 0..2 {
-            assert_eq!(queue.reap(&mut ended), 0, "written while the layers change");
-            assert_eq!((queue.in_flight(), queue.at_others()), (2, 2));
-            // As when a worker has finished something else.
-            queue.mailbox.call();
-        }
-    });
-    assert_eq!(drain(&mut queue), 2);
-    assert!(at_workers() - before <= 1, "one may follow a write that waited for a processor");
+    let mut needs_no_worker = || {
+        queue.writes_wait_until = None;
+        let before = at_workers();
+        disk.write_gate.quiesce(|| {
+            [0, 4096].into_iter().for_each(|at| queue.push(write_at(at)));
+            queue.submit();
+            let mut ended = Vec::new();
+            for _ in 0..2 {
+                assert_eq!(queue.reap(&mut ended), 0, "written while the layers change");
+                assert_eq!((queue.in_flight(), queue.at_others()), (2, 2));
+                // As when a worker has finished something else.
+                queue.mailbox.call();
+            }
+        });
+        assert_eq!(drain(&mut queue), 2);
+        at_workers() == before
+    };
+    // A write that waited for a processor leaves the next one to a worker.
+    while !needs_no_worker() {}
     drop(queue);
     disk.close().unwrap();
 }
