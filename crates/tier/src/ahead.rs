@@ -10,7 +10,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Weak};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use vmstrata_repo::{ObjectName, Repository};
@@ -89,16 +89,16 @@ impl Ahead {
     }
 }
 
-/// Watches the start of disks with these layers, and has come what earlier starts read.
-pub(crate) fn begin(remote: &Arc<Remote>, objects: &[Object], period: Duration) {
+/// Watches the start of disks with these layers, and prefetches what earlier starts read. Returns the thread that does, unless one does already.
+pub(crate) fn begin(remote: &Arc<Remote>, objects: &[Object], period: Duration) -> Option<JoinHandle<()>> {
     if !remote.cache().is_own() {
-        return;
+        return None;
     }
     let until = Instant::now() + period;
     let mut running = remote.boot().lock();
     if let Some(boot) = &*running {
         boot.last_until(until);
-        return;
+        return None;
     }
     let boot = Arc::new(Boot::new(until));
     *running = Some(Arc::clone(&boot));
@@ -113,10 +113,12 @@ pub(crate) fn begin(remote: &Arc<Remote>, objects: &[Object], period: Duration) 
             *remote.boot().lock() = None;
         }
     };
-    if let Err(error) = thread::Builder::new().name("boot".to_owned()).spawn(watch) {
+    let started = thread::Builder::new().name("boot".to_owned()).spawn(watch);
+    if let Err(error) = &started {
         tracing::debug!(%error, "what guests read when they start is not known");
         *remote.boot().lock() = None;
     }
+    started.ok()
 }
 
 fn write(repository: &dyn Repository, name: &ObjectName, bytes: &[u8]) -> Result<()> {
@@ -142,12 +144,17 @@ mod tests {
     const CHUNKS: u32 = 20;
 
     /// A host that starts a guest, whose cache is in `dir`.
-    fn start(repository: &Arc<dyn Repository>, dir: &std::path::Path, object: &Object) -> CachedLayer {
+    fn start(
+        repository: &Arc<dyn Repository>,
+        dir: &std::path::Path,
+        object: &Object,
+    ) -> (CachedLayer, Arc<Boot>, JoinHandle<()>) {
         let cache = Cache::open(dir, u64::MAX).unwrap();
         let remote = Remote::new(&cache, Arc::clone(repository), OnMissing::Wait);
         let layer = remote.layer(object).unwrap();
-        begin(&remote, &[*object], Duration::from_millis(300));
-        layer
+        let thread = begin(&remote, &[*object], Duration::from_millis(300)).unwrap();
+        let boot = remote.boot().lock().clone().unwrap();
+        (layer, boot, thread)
     }
 
     fn read_chunks(layer: &CachedLayer, chunks: &[u32]) {
@@ -155,14 +162,6 @@ mod tests {
             let mut byte = [0];
             layer.read_exact(&mut byte, HostOffset::new(u64::from(chunk) * CHUNK)).unwrap();
             assert_eq!(u32::from(byte[0]), chunk + 1);
-        }
-    }
-
-    fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-        let begun = Instant::now();
-        while !holds() {
-            assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
-            thread::sleep(Duration::from_millis(5));
         }
     }
 
@@ -178,34 +177,33 @@ mod tests {
         let name = ObjectName::new(BOOT_NAME).unwrap();
         let profile = || read(&*repository, &name, Profile::decode).unwrap();
         let numbers = || profile().0.iter().map(|chunk| chunk.number).collect::<Vec<_>>();
-        let is_over = |layer: &CachedLayer| layer.remote().boot().lock().is_none();
 
-        let first = start(&repository, &host("a"), &object);
+        let (first, _, over) = start(&repository, &host("a"), &object);
         read_chunks(&first, &[9, 3, 15, 3, 4]);
-        wait_until("the first start", || is_over(&first));
+        over.join().unwrap();
         assert_eq!(numbers(), [9, 3, 15, 4]);
 
         // All of it comes by itself; one is not read, and one is asked for beside it.
-        let second = start(&repository, &host("b"), &object);
-        wait_until("what comes ahead", || second.cached().kept_bytes() == 4 * CHUNK);
+        let (second, boot, over) = start(&repository, &host("b"), &object);
+        boot.wait_for(4);
+        assert_eq!(second.cached().kept_bytes(), 4 * CHUNK);
         read_chunks(&second, &[9, 15, 4, 7]);
         assert_eq!(second.remote().cache().usage().fetched, 5);
-        wait_until("the second start", || is_over(&second));
+        over.join().unwrap();
         assert_eq!(numbers(), [9, 3, 15, 4, 7]);
         let unused: Vec<u8> = profile().0.iter().map(|chunk| chunk.unused).collect();
         assert_eq!(unused, [0, 1, 0, 0, 0]);
 
         // Where all is here, nothing is learnt; a damaged one is made anew.
         drop(second);
-        wait_until("the cache is free", || Cache::open(&host("b"), u64::MAX).is_ok());
-        let third = start(&repository, &host("b"), &object);
+        let (third, _, over) = start(&repository, &host("b"), &object);
         read_chunks(&third, &[9, 15]);
-        wait_until("the third start", || is_over(&third));
+        over.join().unwrap();
         assert_eq!(profile().0[1].unused, 1);
         std::fs::write(host("nas").join(BOOT_NAME), b"odd").unwrap();
-        let fourth = start(&repository, &host("c"), &object);
+        let (fourth, _, over) = start(&repository, &host("c"), &object);
         read_chunks(&fourth, &[2]);
-        wait_until("the fourth start", || is_over(&fourth));
+        over.join().unwrap();
         assert_eq!(numbers(), [2]);
     }
 }

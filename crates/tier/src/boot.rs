@@ -101,7 +101,7 @@ impl Profile {
 #[derive(Debug)]
 pub(crate) struct Boot {
     seen: Mutex<Seen>,
-    /// Signalled when there are no more readers.
+    /// Signalled when a chunk has come ahead, and when there are no more readers.
     changed: Condvar,
 }
 
@@ -173,6 +173,14 @@ impl Boot {
     /// A chunk of the profile has come ahead.
     pub(crate) fn came(&self, place: usize) {
         self.seen.lock().ahead.insert(place);
+        self.changed.notify_all();
+    }
+
+    /// Waits until so many chunks have come ahead.
+    #[cfg(test)]
+    pub(crate) fn wait_for(&self, count: usize) {
+        let mut seen = self.seen.lock();
+        self.changed.wait_while(&mut seen, |seen| seen.ahead.len() < count);
     }
 
     /// The profile after this start; see [`Profile::after`]. Returns how many chunks were missed, too.
