@@ -93,8 +93,8 @@ pub struct DiskSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(pattern = "^[1-9][0-9]{0,4}[smh]$")]
     pub epochs: Option<String>,
-    /// Keep what is read of layers in repositories in this directory of the host, for a disk that stands on such layers and is no tiered one: a clone of a
-    /// tiered disk's snapshot. All disks with the same directory share it.
+    /// Cache the layers that the disk reads from repositories in this directory of the host. For clones of a tiered disk's snapshot. Disks with
+    /// the same directory share the cache.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(min_length = 1, pattern = r"^[^\x00]+$")]
     pub replica: Option<String>,

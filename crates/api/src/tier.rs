@@ -97,14 +97,14 @@ pub struct TierCache {
     pub fetched_chunks: u64,
 }
 
-/// What this host keeps of the layers in repositories that its disks stand on.
+/// The host's copies of layers in repositories, by disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ReplicaList {
     /// The disks with such layers.
     pub replicas: Vec<Replica>,
 }
 
-/// What this host keeps of the layers in repositories that a disk stands on.
+/// The host's copies of a disk's layers in repositories.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Replica {
     /// The disk.

@@ -70,7 +70,6 @@ impl Caches {
         asked: &ReplicaSpec,
     ) -> Result<(), Error> {
         let cache = self.cache(&asked.dir)?;
-        // Indices of these layers may lie beside what is kept of them.
         Ok(read_through(&self.files, chain, &cache, asked.on_missing, BOOT)?)
     }
 

@@ -128,7 +128,7 @@ pub(in crate::control) async fn hold_tier(
     changing(host, by, what, move |host, _| host.hold_tier(&name, asked)).await.map(Json)
 }
 
-/// What this host keeps of the layers in repositories that its disks stand on
+/// The host's copies of layers in repositories, by disk
 #[utoipa::path(get, path = "/v1/replicas", tag = "disks", operation_id = "list_replicas", responses((status = OK, description = "Layer by layer", body = ReplicaList)))]
 pub(in crate::control) async fn replicas(
     State(host): State<Arc<Host>>,
