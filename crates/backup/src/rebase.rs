@@ -1,4 +1,4 @@
-//! Letting a disk stand on another state than before: it reads the same, and stores what that state lacks.
+//! Rebases a disk onto another state. Its content does not change; its file keeps only what differs from that state.
 //!
 //! ```text
 //!    disk ──► v1 ──► ···          what differs between disk and v2, byte by byte, is copied into
@@ -13,7 +13,7 @@ use vmstrata_disk::{
     CreateOptions, Disk, Error, Format, OpenOptions, Resources, Result, create, directory_of,
 };
 use vmstrata_store::Segment;
-use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
+use vmstrata_types::{GuestOffset, GuestRange};
 
 use crate::Watch;
 use crate::diff::{Diff, DiffKind, DiffOptions};
@@ -76,13 +76,7 @@ pub fn rebase(
     watch: Watch<'_>,
 ) -> Result<u64> {
     let diff = options.diff(onto, disk, resources)?;
-    let made = CreateOptions {
-        size: Some(diff.new_size()),
-        cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
-        subclusters: !options.no_subclusters,
-        backing: Some((onto.to_owned(), Format::Qcow2)),
-        ..CreateOptions::default()
-    };
+    let made = CreateOptions::overlay(onto.to_owned(), diff.new_size(), !options.no_subclusters);
     create(draft, &made)?;
     let open = |path: &Path, read_only| {
         let mut allow_backing = options.allow_backing.clone();

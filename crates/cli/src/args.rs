@@ -51,8 +51,7 @@ pub use self::prune::SnapshotPruneArgs;
 pub use self::rebase::RebaseArgs;
 pub use self::recover::RecoverArgs;
 pub use self::replica::{
-    ReplicaArgs, ReplicaCommand, ReplicaDiskArgs, ReplicaDropArgs, ReplicaFillArgs, ReplicaListArgs,
-    ReplicaScrubArgs,
+    ReplicaArgs, ReplicaCommand, ReplicaDropArgs, ReplicaFillArgs, ReplicaListArgs, ReplicaScrubArgs,
 };
 pub use self::resize::ResizeArgs;
 pub use self::serve::{ServeArgs, ThawGuardArgs};
@@ -146,7 +145,7 @@ pub enum Command {
     Merge(Box<MergeArgs>),
     /// Let a disk stand on nothing, or on its base alone: copy what it needs of the layers below into its own file
     Flatten(Box<FlattenArgs>),
-    /// Have a disk stand on another version of its base, without a change of what its guest reads
+    /// Move a disk to another version of its base; its content does not change
     Rebase(Box<RebaseArgs>),
     /// Remove files that disks let go of and left behind, where nothing needs them
     Gc(Box<GcArgs>),
@@ -180,9 +179,9 @@ pub enum Command {
     Job(JobArgs),
     /// Show what of a tiered disk is published, publish or hold it, take it over from another host, or make it an ordinary image again
     Tier(TierArgs),
-    /// Publish, list and retire versions of a base that many disks stand on
+    /// Publish, list and retire versions of a shared base image
     Base(Box<BaseArgs>),
-    /// Show what this host keeps of layers in repositories, such as a base that many disks share; fill, pin, scrub or drop it
+    /// Show the host's copies of layers in repositories, such as a shared base; fill, pin, scrub or drop them
     Replica(ReplicaArgs),
     /// Take snapshots of running guests (memory, devices and disks), and start guests from them
     Vm(VmArgs),

@@ -50,6 +50,19 @@ pub struct CreateOptions {
     pub force: bool,
 }
 
+impl CreateOptions {
+    /// An overlay of `size` bytes on a qcow2 layer: where it may have subclusters, they are of 4 KiB.
+    pub fn overlay(layer: PathBuf, size: u64, subclusters: bool) -> Self {
+        Self {
+            size: Some(size),
+            cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
+            subclusters,
+            backing: Some((layer, Format::Qcow2)),
+            ..Self::default()
+        }
+    }
+}
+
 impl Default for CreateOptions {
     /// What every tool makes: version 3, 64 KiB clusters, 16-bit refcounts.
     fn default() -> Self {

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use vmstrata_disk::snapshot::{self, now_ns};
 use vmstrata_disk::{CreateOptions, Format, OpenOptions, Resources, create_on};
 use vmstrata_repo::Repository;
-use vmstrata_types::ClusterBits;
 
 use crate::abreast::beside;
 use crate::attach::{Moved, attach, check_image, is_detached, point_at, seal, stands_on};
@@ -238,14 +237,7 @@ fn make_copy(
 
 /// How the layer of this host is made that takes writes. One that is there and stands on another layer was never written.
 pub(crate) fn active_layer(place: &Place, below: ObjectId, size: u64, open: &OpenOptions) -> CreateOptions {
-    CreateOptions {
-        size: Some(size),
-        cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
-        subclusters: open.subclusters,
-        backing: Some((place.layer(below), Format::Qcow2)),
-        force: true,
-        ..CreateOptions::default()
-    }
+    CreateOptions { force: true, ..CreateOptions::overlay(place.layer(below), size, open.subclusters) }
 }
 
 /// How the local disk is opened: its lowest layers lie in the repository.

@@ -108,7 +108,7 @@ pub use place::{CACHE_NAME, Place};
 pub use publisher::{Claim, Publisher};
 pub use remote::{CachedLayer, OnMissing, Remote};
 pub use replica::{LayerReplica, Replica, Walk, read_through};
-pub use states::{age_of, find_snapshot, find_state, forget, open_state, snapshots};
+pub use states::{age_of, find_snapshot, find_state, forget, open_state, snapshots, snapshots_of};
 pub use status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
 pub use tiered::{TakenState, Tiered};
 pub use whole::{Whole, newest_whole};

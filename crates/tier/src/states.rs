@@ -25,6 +25,11 @@ use crate::remote::{OnMissing, Remote};
 /// # Errors
 /// As [`Pin::all`].
 pub fn snapshots(repository: &dyn Repository) -> Result<Vec<(SnapshotInfo, Pin)>> {
+    Ok(snapshots_of(Pin::all(repository)?))
+}
+
+/// The snapshots among a disk's pins, oldest first.
+pub fn snapshots_of(pins: Vec<Pin>) -> Vec<(SnapshotInfo, Pin)> {
     let named = |pin: Pin| match &pin.purpose {
         // One without layers is no state of a disk, whoever made it.
         Purpose::Snapshot { name, taken_ns, labels } if !pin.epoch.disks.is_empty() => {
@@ -33,9 +38,9 @@ pub fn snapshots(repository: &dyn Repository) -> Result<Vec<(SnapshotInfo, Pin)>
         }
         _ => None,
     };
-    let mut snapshots: Vec<_> = Pin::all(repository)?.into_iter().filter_map(named).collect();
+    let mut snapshots: Vec<_> = pins.into_iter().filter_map(named).collect();
     snapshots.sort_by_key(|(info, pin)| (pin.epoch.number, info.name.clone()));
-    Ok(snapshots)
+    snapshots
 }
 
 /// Refuses a name that a snapshot has.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{BackingArgs, ControlArgs, JournalArgs};
+use super::rebase::UnservedArgs;
 
 /// `vmstrata base`
 #[derive(Debug, Args)]
@@ -65,21 +65,9 @@ pub struct BasePublishArgs {
     /// What that image holds: qcow2 unless its name ends in .raw or .img
     #[arg(long, value_name = "FORMAT", value_parser = crate::disk_spec::format_parser(), requires = "from")]
     pub format: Option<vmstrata_disk::Format>,
-    /// Where its backing files may be.
+    /// How it is reached.
     #[command(flatten)]
-    pub backing: BackingArgs,
-    /// The server that may be serving the base.
-    #[command(flatten)]
-    pub server: ControlArgs,
-    /// The journals of a server that was killed.
-    #[command(flatten)]
-    pub journal: JournalArgs,
-    /// Show no progress
-    #[arg(long)]
-    pub quiet: bool,
-    /// Print JSON
-    #[arg(long)]
-    pub json: bool,
+    pub access: UnservedArgs,
 }
 
 /// `vmstrata base list`

@@ -6,21 +6,9 @@ use clap::Args;
 
 use super::{BackingArgs, ControlArgs, JournalArgs};
 
-/// `vmstrata rebase`
+/// How a disk is reached that no server may have meanwhile.
 #[derive(Debug, Args)]
-#[command(after_help = HELP)]
-pub struct RebaseArgs {
-    /// The disk, which no guest uses: a clone of a snapshot of a tiered disk
-    pub disk: PathBuf,
-    /// Which snapshot it is to stand on: BASE@VERSION
-    #[arg(long, value_name = "STATE")]
-    pub onto: PathBuf,
-    /// Say what the disk would store, and change nothing
-    #[arg(long)]
-    pub dry_run: bool,
-    /// Make its file without subclusters
-    #[arg(long)]
-    pub no_subclusters: bool,
+pub struct UnservedArgs {
     /// Where backing files may be.
     #[command(flatten)]
     pub backing: BackingArgs,
@@ -36,6 +24,26 @@ pub struct RebaseArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// `vmstrata rebase`
+#[derive(Debug, Args)]
+#[command(after_help = HELP)]
+pub struct RebaseArgs {
+    /// The disk, which no guest uses: a clone of a snapshot of a tiered disk
+    pub disk: PathBuf,
+    /// Which snapshot it is to stand on: BASE@VERSION
+    #[arg(long, value_name = "STATE")]
+    pub onto: PathBuf,
+    /// Say what the disk would store, and change nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Make its file without subclusters
+    #[arg(long)]
+    pub no_subclusters: bool,
+    /// How it is reached.
+    #[command(flatten)]
+    pub access: UnservedArgs,
 }
 
 const HELP: &str = "\

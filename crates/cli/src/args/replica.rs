@@ -1,10 +1,8 @@
 //! `vmstrata replica` on the command line.
 
-use std::path::PathBuf;
-
 use clap::{Args, Subcommand};
 
-use super::ControlArgs;
+use super::{ControlArgs, TierDiskArgs};
 
 /// `vmstrata replica`
 #[derive(Debug, Args)]
@@ -33,10 +31,10 @@ interrupted goes on when it is run again. It is refused where the cache is too s
     #[command(
         after_help = "Examples:\n  vmstrata replica pin desk7\n  vmstrata replica pin desk7 && vmstrata replica fill desk7\n\nIt holds beyond the end of the server, and for all disks with these layers."
     )]
-    Pin(ReplicaDiskArgs),
+    Pin(TierDiskArgs),
     /// Let what is kept of a disk's layers go when others need the room
     #[command(after_help = "Examples:\n  vmstrata replica unpin desk7")]
-    Unpin(ReplicaDiskArgs),
+    Unpin(TierDiskArgs),
     /// Compare what is kept of a disk's layers with what was published, and fetch again what is not right
     #[command(
         after_help = "Examples:\n  vmstrata replica scrub desk7\n  vmstrata replica scrub desk7 --limit 50M\n\nIt is read from the device, not from memory. The log names what was wrong."
@@ -74,25 +72,12 @@ pub struct ReplicaListArgs {
     pub json: bool,
 }
 
-/// A disk with layers in a repository.
-#[derive(Debug, Args)]
-pub struct ReplicaDiskArgs {
-    /// The disk: its path, or its name at the server
-    pub disk: PathBuf,
-    /// The server that serves it.
-    #[command(flatten)]
-    pub server: ControlArgs,
-    /// Print JSON
-    #[arg(long)]
-    pub json: bool,
-}
-
 /// `vmstrata replica fill`
 #[derive(Debug, Args)]
 pub struct ReplicaFillArgs {
     /// The disk.
     #[command(flatten)]
-    pub disk: ReplicaDiskArgs,
+    pub disk: TierDiskArgs,
     /// Bytes that are fetched in a second at most, as in 50M
     #[arg(long, value_name = "SIZE", value_parser = super::job::limit)]
     pub limit: Option<u64>,
@@ -106,7 +91,7 @@ pub struct ReplicaFillArgs {
 pub struct ReplicaScrubArgs {
     /// The disk.
     #[command(flatten)]
-    pub disk: ReplicaDiskArgs,
+    pub disk: TierDiskArgs,
     /// Bytes that are read in a second at most, as in 50M
     #[arg(long, value_name = "SIZE", value_parser = super::job::limit)]
     pub limit: Option<u64>,
@@ -117,7 +102,7 @@ pub struct ReplicaScrubArgs {
 pub struct ReplicaDropArgs {
     /// The disk.
     #[command(flatten)]
-    pub disk: ReplicaDiskArgs,
+    pub disk: TierDiskArgs,
     /// Do it: while the repository does not answer, guests wait for what was dropped
     #[arg(long)]
     pub yes: bool,

@@ -101,7 +101,7 @@ or s3://vms/guest#data.qcow2. S3 is reached as the variables AWS_ENDPOINT_URL, A
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";
 
-/// A tiered disk.
+/// A disk with layers in a repository.
 #[derive(Debug, Args)]
 pub struct TierDiskArgs {
     /// The disk: its path, or its name at the server

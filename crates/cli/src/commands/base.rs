@@ -1,5 +1,6 @@
 //! `vmstrata base`: versions of a disk that others stand on.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::process::ExitCode;
 use std::slice;
@@ -11,13 +12,13 @@ use serde::Serialize;
 use vmstrata_disk::snapshot::{SnapshotInfo, is_snapshot_name, now_ns};
 use vmstrata_disk::{Disk, Format, OpenOptions, Resources, Shrink};
 use vmstrata_store::{Segment, is_zero};
-use vmstrata_tier::{Pin, Place, Purpose, TierOptions, Tiered, forget, snapshots};
+use vmstrata_tier::{Pin, Place, Purpose, TierOptions, Tiered, forget, snapshots, snapshots_of};
 use vmstrata_types::{GuestOffset, GuestRange, path_to_text, time};
 
 use super::backup::watched;
 use super::snapshot::live::Live;
 use super::snapshot::resources;
-use super::tiered::{repository_at, tiered};
+use super::tiered::{Found, repository_at, tiered};
 use crate::args::{BaseArgs, BaseCommand, BaseListArgs, BasePublishArgs, BaseRetireArgs};
 use crate::audit;
 use crate::output::{Table, answer};
@@ -54,7 +55,7 @@ struct Published {
 fn publish(args: &BasePublishArgs) -> Result<()> {
     let path = args.base.display();
     ensure!(is_snapshot_name(&args.version), "'{}' is no name of a version", args.version);
-    if let Some(live) = Live::find(slice::from_ref(&args.base), &args.server)? {
+    if let Some(live) = Live::find(slice::from_ref(&args.base), &args.access.server)? {
         let (name, version) = (live.name(), &args.version);
         bail!(
             "{path}: a server has it: `vmstrata snapshot create {name} --name {version}` publishes what its guest has written"
@@ -75,7 +76,7 @@ fn publish(args: &BasePublishArgs) -> Result<()> {
         }
         None => {}
     }
-    let resources = resources(&args.journal)?;
+    let resources = resources(&args.access.journal)?;
     let tier = std::path::absolute(&args.tier)?;
     let what = audit::of("base_publish", [&args.base]).object(&args.version);
     let written_bytes = audit::change(what, |_| {
@@ -92,7 +93,7 @@ fn publish(args: &BasePublishArgs) -> Result<()> {
     })?;
     let published =
         Published { base: path_to_text(&args.base), version: args.version.clone(), written_bytes };
-    answer(args.json, &published, || {
+    answer(args.access.json, &published, || {
         let Published { base, version, written_bytes } = &published;
         format!(
             "{base}@{version}: published, {} differ from before\na disk that stands on it: vmstrata snapshot clone {base}@{version} -o FILE\n",
@@ -111,11 +112,12 @@ fn publish_open(
     if let Some(from) = &args.from {
         let is_raw = from.extension().is_some_and(|suffix| suffix == "raw" || suffix == "img");
         let format = args.format.unwrap_or(if is_raw { Format::Raw } else { Format::Qcow2 });
-        let allow_backing = args.backing.allow_backing.clone();
+        let allow_backing = args.access.backing.allow_backing.clone();
         let open =
             OpenOptions { read_only: true, allow_backing, format: Some(format), ..OpenOptions::default() };
         let image = Disk::open(from, &open, resources)?;
-        written = watched("comparing", args.quiet || args.json, |watch| take(&image, base, watch))?;
+        written =
+            watched("comparing", args.access.quiet || args.access.json, |watch| take(&image, base, watch))?;
     }
     let info = SnapshotInfo { name: args.version.clone(), taken_ns: now_ns(), ..SnapshotInfo::default() };
     tiered.snapshot(&info, Instant::now() + PATIENCE, || {})?;
@@ -135,27 +137,18 @@ fn take(image: &Disk, base: &Disk, watch: &mut dyn FnMut(u64, u64) -> bool) -> R
         let start = GuestOffset::new(at);
         image.read(start, &[Segment::from_mut(&mut new[..len])])?;
         base.read(start, &[Segment::from_mut(&mut old[..len])])?;
-        let differs = |block: usize| {
-            let end = (block + BLOCK).min(len);
-            new[block..end] != old[block..end]
-        };
-        let mut block = 0;
-        while block < len {
-            if !differs(block) {
-                block += BLOCK;
-                continue;
-            }
-            let begin = block;
-            while block < len && differs(block) {
-                block += BLOCK;
-            }
-            let run = begin..block.min(len);
+        let blocks: Vec<(usize, bool)> = (0..len)
+            .step_by(BLOCK)
+            .map(|at| (at, new[at..len.min(at + BLOCK)] != old[at..len.min(at + BLOCK)]))
+            .collect();
+        for run in blocks.chunk_by(|one, next| one.1 == next.1).filter(|run| run[0].1) {
+            let run = run[0].0..len.min(run[run.len() - 1].0 + BLOCK);
             let range = GuestRange::new(start + run.start as u64, run.len() as u64);
-            if is_zero(&new[run.clone()]) {
+            let bytes = &mut new[run];
+            if is_zero(bytes) {
                 base.write_zeroes(range, true)?;
             } else {
-                let mut bytes = new[run].to_vec();
-                base.write(range.start, &[Segment::from_mut(&mut bytes)])?;
+                base.write(range.start, &[Segment::from_mut(bytes)])?;
                 written += range.len;
             }
         }
@@ -183,12 +176,12 @@ struct Version {
 }
 
 /// The versions, oldest first.
-fn versions(base: &Path) -> Result<(super::tiered::Found, Vec<Version>)> {
+fn versions(base: &Path) -> Result<(Found, Vec<Version>)> {
     let found = tiered(base)?;
     let pins = Pin::all(&*found.repository)?;
-    let mut known = std::collections::HashSet::new();
+    let mut known = HashSet::new();
     let mut versions = Vec::new();
-    for (info, pin) in snapshots(&*found.repository)? {
+    for (info, pin) in snapshots_of(pins.clone()) {
         let state = found.state_of(&pin.epoch)?;
         let added = state.objects.iter().filter(|object| known.insert(object.id)).map(|object| object.stored);
         let stands = |other: &Pin| match &other.purpose {

@@ -61,7 +61,7 @@ pub fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs
             ReplicaCommand::Scrub(args) => (vec![&mut args.disk.disk], args.disk.server.clone()),
             ReplicaCommand::Drop(args) => (vec![&mut args.disk.disk], args.disk.server.clone()),
         },
-        Command::Rebase(args) => (vec![&mut args.disk], args.server.clone()),
+        Command::Rebase(args) => (vec![&mut args.disk], args.access.server.clone()),
         Command::Index(args) => match &mut args.command {
             IndexCommand::Build(args) => (vec![&mut args.disk], args.server.clone()),
             IndexCommand::Verify(args) => (vec![&mut args.disk], any()),

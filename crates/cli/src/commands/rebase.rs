@@ -14,13 +14,13 @@ use vmstrata_disk::{
     unfinished_copy,
 };
 use vmstrata_repo::Repository;
-use vmstrata_tier::{Pin, Purpose, snapshots};
+use vmstrata_tier::{Pin, Purpose};
 use vmstrata_types::path_to_text;
 
 use super::backup::watched;
 use super::snapshot::live::Live;
 use super::snapshot::resources;
-use super::tiered::{reader_of, split, tiered};
+use super::tiered::{pin_of, reader_of, repository_in, split, tiered};
 use crate::args::RebaseArgs;
 use crate::audit;
 use crate::output::answer;
@@ -52,7 +52,7 @@ impl Report {
 /// # Errors
 /// What could not be done; the disk is then as it was.
 pub fn run(args: &RebaseArgs) -> Result<ExitCode> {
-    if let Some(live) = Live::find(slice::from_ref(&args.disk), &args.server)? {
+    if let Some(live) = Live::find(slice::from_ref(&args.disk), &args.access.server)? {
         bail!(
             "{}: a server has it: end its guest, and `vmstrata disk remove {}` first",
             args.disk.display(),
@@ -61,7 +61,7 @@ pub fn run(args: &RebaseArgs) -> Result<ExitCode> {
     }
     let disk = args.disk.canonicalize().with_context(|| args.disk.display().to_string())?;
     let target = Target::find(&args.onto)?;
-    let resources = resources(&args.journal)?;
+    let resources = resources(&args.access.journal)?;
     let own = Own { args, disk: &disk, resources: &resources };
     let below = own.check()?;
     let report = if args.dry_run {
@@ -70,7 +70,7 @@ pub fn run(args: &RebaseArgs) -> Result<ExitCode> {
         let onto = path_to_text(&args.onto);
         audit::change(audit::of("rebase", [&args.disk]).object(onto), |_| own.rebase(&target, &below))?
     };
-    answer(args.json, &report, || report.text())?;
+    answer(args.access.json, &report, || report.text())?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -86,11 +86,7 @@ impl Target {
         let (base, name) = split(onto).with_context(|| format!("{}: say BASE@VERSION", onto.display()))?;
         let found = tiered(base)?;
         found.refuse_elsewhere("disks stand on layers")?;
-        let all = snapshots(&*found.repository)?;
-        let (_, pin) = all
-            .into_iter()
-            .find(|(info, _)| info.name == name)
-            .with_context(|| format!("{}: no snapshot '{name}'", base.display()))?;
+        let pin = pin_of(&found, base, name)?;
         let layer = std::path::absolute(found.top_of(found.state_of(&pin.epoch)?))?;
         Ok(Self { repository: found.repository, pin, layer })
     }
@@ -105,12 +101,12 @@ struct Own<'a> {
 
 impl Own<'_> {
     fn open_options(&self, read_only: bool) -> OpenOptions {
-        let allow_backing = self.args.backing.allow_backing.clone();
+        let allow_backing = self.args.access.backing.allow_backing.clone();
         OpenOptions { read_only, allow_backing, format: Some(Format::Qcow2), ..OpenOptions::default() }
     }
 
     fn options(&self) -> RebaseOptions {
-        let allow_backing = self.args.backing.allow_backing.clone();
+        let allow_backing = self.args.access.backing.allow_backing.clone();
         RebaseOptions { allow_backing, no_subclusters: self.args.no_subclusters }
     }
 
@@ -129,7 +125,7 @@ impl Own<'_> {
     }
 
     fn foresee(&self, target: &Target) -> Result<u64> {
-        watched("comparing", self.args.quiet || self.args.json, |watch| {
+        watched("comparing", self.args.access.quiet || self.args.access.json, |watch| {
             Ok(foresee_rebase((self.disk, &target.layer), &self.options(), self.resources, watch)?)
         })
     }
@@ -147,13 +143,14 @@ impl Own<'_> {
 
     fn rebase(&self, target: &Target, below: &Path) -> Result<Report> {
         // What a server that was killed had not flushed belongs to it; and no other process may have it open for writing.
-        let open = OpenOptions { unflushed: self.args.journal.unflushed(), ..self.open_options(false) };
+        let open =
+            OpenOptions { unflushed: self.args.access.journal.unflushed(), ..self.open_options(false) };
         Disk::open(self.disk, &open, self.resources)?.close()?;
         let held = Disk::open(self.disk, &self.open_options(true), self.resources)?;
         let draft = unfinished_copy(self.disk);
         remove_if_there(&draft)?;
         let pin = target.pin.again(&*target.repository, &reader_of(self.disk))?;
-        let made = watched("rebasing", self.args.quiet || self.args.json, |watch| {
+        let made = watched("rebasing", self.args.access.quiet || self.args.access.json, |watch| {
             Ok(rebase((self.disk, &target.layer), &draft, &self.options(), self.resources, watch)?)
         });
         let report = made.and_then(|bytes| self.report(target, bytes));
@@ -178,7 +175,7 @@ impl Own<'_> {
     /// Lets go of the state that the disk stood on before.
     fn release(&self, below: &Path, new: &Pin) -> Result<()> {
         let Some(directory) = below.parent() else { return Ok(()) };
-        let found = super::tiered::repository_in(directory)?;
+        let found = repository_in(directory)?;
         let Purpose::Reader(who) = reader_of(self.disk) else { return Ok(()) };
         // The clone may have been made on another host.
         let is_own = |pin: &Pin| match &pin.purpose {

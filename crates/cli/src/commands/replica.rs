@@ -3,15 +3,16 @@
 use std::process::ExitCode;
 use std::slice;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail};
 use vmstrata_api::{
     JobSpec, JobStatus, Replica, ReplicaDropped, ReplicaLayer, ReplicaList, ReplicaPin, encode_segment,
 };
 
 use super::snapshot::live::Live;
+use super::tier::served;
 use crate::args::{
-    ReplicaArgs, ReplicaCommand, ReplicaDiskArgs, ReplicaDropArgs, ReplicaFillArgs, ReplicaListArgs,
-    ReplicaScrubArgs,
+    ReplicaArgs, ReplicaCommand, ReplicaDropArgs, ReplicaFillArgs, ReplicaListArgs, ReplicaScrubArgs,
+    TierDiskArgs,
 };
 use crate::client::Client;
 use crate::output::{Table, answer, percent};
@@ -31,12 +32,6 @@ pub fn run(args: &ReplicaArgs) -> Result<ExitCode> {
         ReplicaCommand::Drop(args) => give_up(args)?,
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// The server that serves a disk.
-fn served(args: &ReplicaDiskArgs) -> Result<Live> {
-    let live = Live::find(slice::from_ref(&args.disk), &args.server)?;
-    live.with_context(|| format!("{}: no server serves it here", args.disk.display()))
 }
 
 fn path_of(live: &Live) -> String {
@@ -95,11 +90,11 @@ fn scrub(args: &ReplicaScrubArgs) -> Result<()> {
     report(&args.disk, &job, |bytes| format!("{bytes} are what was published"))
 }
 
-fn report(args: &ReplicaDiskArgs, job: &JobStatus, said: impl FnOnce(String) -> String) -> Result<()> {
+fn report(args: &TierDiskArgs, job: &JobStatus, said: impl FnOnce(String) -> String) -> Result<()> {
     answer(args.json, job, || format!("{}: {}\n", job.disk, said(short_size(job.bytes))))
 }
 
-fn pin(args: &ReplicaDiskArgs, pinned: bool) -> Result<()> {
+fn pin(args: &TierDiskArgs, pinned: bool) -> Result<()> {
     let live = served(args)?;
     let replica: Replica = live.client().put(&path_of(&live), &ReplicaPin { pinned })?;
     answer(args.json, &replica, || table(slice::from_ref(&replica)))

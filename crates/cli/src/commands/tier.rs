@@ -209,7 +209,10 @@ fn attach(args: &TierAttachArgs) -> Result<()> {
 }
 
 /// The server that serves a disk.
-fn served(args: &TierDiskArgs) -> Result<Live> {
+///
+/// # Errors
+/// None does.
+pub fn served(args: &TierDiskArgs) -> Result<Live> {
     let live = Live::find(slice::from_ref(&args.disk), &args.server)?;
     live.with_context(|| format!("{}: no server serves it here", args.disk.display()))
 }

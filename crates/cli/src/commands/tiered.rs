@@ -9,13 +9,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use serde::Serialize;
 use tempfile::TempDir;
 use vmstrata_disk::snapshot::{SnapshotInfo, is_snapshot_name, now_ns};
-use vmstrata_disk::{CreateOptions, Format, create};
+use vmstrata_disk::{CreateOptions, create};
 use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_tier::{
     DiskAddress, DiskState, Epoch, Head, Pin, Purpose, fetch, find_state, forget, is_object_name, newest,
     repository_of, snapshots,
 };
-use vmstrata_types::{ClusterBits, path_to_text, time};
+use vmstrata_types::{path_to_text, time};
 
 use super::named::disks_of;
 use super::snapshot::live::Live;
@@ -424,9 +424,7 @@ pub fn delete(args: &SnapshotDeleteArgs, found: &Found) -> Result<()> {
 /// No such snapshot; a file that is there; a repository in no directory; whatever the host or the repository reports.
 pub fn clone(args: &SnapshotCloneArgs, found: &Found) -> Result<PathBuf> {
     found.refuse_elsewhere("clones stand on layers")?;
-    let named = snapshots(&*found.repository)?.into_iter().find(|(info, _)| info.name == args.name);
-    let (_, named) =
-        named.with_context(|| format!("{}: no snapshot '{}'", args.disk.display(), args.name))?;
+    let named = pin_of(found, &args.disk, &args.name)?;
     clone_of(&named, found, &args.output, !args.overlay.no_subclusters)
 }
 
@@ -440,18 +438,20 @@ pub fn clone_of(named: &Pin, found: &Found, output: &Path, subclusters: bool) ->
     let state = found.state_of(&named.epoch)?;
     let layer = std::path::absolute(found.top_of(state))?;
     let pin = named.again(repository, &reader_of(output))?;
-    let options = CreateOptions {
-        size: Some(state.size),
-        cluster_bits: ClusterBits::from_size(128 << 10).expect("a power of two"),
-        subclusters,
-        backing: Some((layer.clone(), Format::Qcow2)),
-        ..CreateOptions::default()
-    };
-    if let Err(error) = create(output, &options) {
+    if let Err(error) = create(output, &CreateOptions::overlay(layer.clone(), state.size, subclusters)) {
         pin.release(repository)?;
         return Err(error.into());
     }
     Ok(layer)
+}
+
+/// What keeps a snapshot of a tiered disk.
+///
+/// # Errors
+/// No such snapshot; a repository that cannot be read.
+pub fn pin_of(found: &Found, disk: &Path, name: &str) -> Result<Pin> {
+    let named = snapshots(&*found.repository)?.into_iter().find(|(info, _)| info.name == name);
+    Ok(named.with_context(|| format!("{}: no snapshot '{name}'", disk.display()))?.1)
 }
 
 /// Why the state is kept that a clone stands on.
