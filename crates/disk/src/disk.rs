@@ -48,7 +48,7 @@ use state::{Service, State};
 
 pub use attached::{AttachedWriter, HasWriter};
 pub use flat::FlatHome;
-pub use home::{NewHome, make_overlay};
+pub use home::{NewHome, make_overlay, remove_second_name};
 pub use index::Indexing;
 pub(crate) use merge::Running;
 #[cfg(test)]

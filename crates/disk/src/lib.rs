@@ -99,7 +99,7 @@ pub use check::{CheckOptions, check};
 pub use create::{CreateOptions, create, create_on};
 pub use disk::{
     AttachedWriter, Disk, FlatHome, HasWriter, Indexing, NewHome, ResizeFault, Resized, Shrink, Taken,
-    Together, Watch, make_overlay, snapshot_together,
+    Together, Watch, make_overlay, remove_second_name, snapshot_together,
 };
 pub use error::{Error, ErrorKind, IoContext, Result};
 pub use extents::{Extent, ExtentKind};

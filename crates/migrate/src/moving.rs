@@ -13,7 +13,7 @@ use vmstrata_disk::snapshot::{
     MOVE_LABEL, SnapshotInfo, frozen_path, move_holds, note_left, now_ns, rename_backing,
 };
 use vmstrata_disk::{
-    Disk, Format, LocalFiles, NewHome, OpenOptions, Opener as _, Role, directory_of, own_clusters,
+    Disk, Format, LocalFiles, NewHome, OpenOptions, Opener as _, Role, directory_of, own_clusters, remove_second_name,
     probe_layer,
 };
 use vmstrata_store::{FileId, Gate, Planted};
@@ -590,7 +590,7 @@ impl Moving {
                     // If this fails, the next move does it. The overlay goes first: it names the other file.
                     remove_if_there(&self.to)?;
                     flush_directory(&self.directory)?;
-                    let _ = fs::remove_file(&frozen);
+                    let _ = remove_second_name(&frozen);
                     forget_moved(&from);
                 }
                 self.unless_changed(error)
@@ -679,8 +679,7 @@ pub(crate) fn undo_half_switch(disk: &Disk, from: &Path) -> Result<()> {
         return Ok(());
     };
     let to = &*to;
-    let remove =
-        |path: &Path| fs::remove_file(path).map_err(Error::of_file(path, "remove what a killed move left"));
+    let action = "remove what a killed move left";
     if to.symlink_metadata().is_ok() {
         // It must be the overlay that nobody ever wrote to.
         let mut is_empty = true;
@@ -688,7 +687,7 @@ pub(crate) fn undo_half_switch(disk: &Disk, from: &Path) -> Result<()> {
         if !is_empty {
             return Err(Error::Exists { path: to.to_owned() });
         }
-        remove(to)?;
+        fs::remove_file(to).map_err(Error::of_file(to, action))?;
         flush_directory(&directory_of(to))?;
     }
     // Snapshots may have been taken since: the second name may be that of a layer by now.
@@ -699,7 +698,7 @@ pub(crate) fn undo_half_switch(disk: &Disk, from: &Path) -> Result<()> {
         let path = entry.path();
         let is_ours = entry.file_name().to_string_lossy().contains(".move-");
         if is_ours && !chain.contains(&path) && FileId::at(&path).is_some_and(|file| files.contains(&file)) {
-            remove(&path)?;
+            remove_second_name(&path).map_err(Error::of_file(&path, action))?;
         }
     }
     forget_moved(from);

@@ -405,6 +405,7 @@ fn what_a_killed_switch_left_is_not_the_disk() {
     assert!(!to.exists() && !frozen.exists(), "{:?}", files_in(&old));
     finish(&mut moving);
     moving.let_go().unwrap();
+    assert_eq!(files_in(&old), [".web.qcow2.moved"], "links beside a name go with it");
     assert_reads(&disk, &states[1], "moved");
     // Another disk may have the old path.
     fs::copy(&to, &path).unwrap();

@@ -75,6 +75,16 @@ pub fn make_overlay(overlay: &Path, below: &Path, (info, subclusters): (&Snapsho
     make_beside(overlay, (below, Format::Qcow2), below, (info, subclusters))
 }
 
+/// Removes a second name of a layer, and the links beside it: whoever stood on the layer by that name is gone.
+///
+/// # Errors
+/// Whatever the host reports; the name may be there still.
+pub fn remove_second_name(name: &Path) -> std::io::Result<()> {
+    // First: a process that is killed in between finds the name again.
+    back_refs::remove_all(name);
+    std::fs::remove_file(name)
+}
+
 /// The same on a layer that will be called `name`.
 fn make_beside(
     overlay: &Path,
