@@ -13,8 +13,8 @@ use vmstrata_disk::snapshot::{
     MOVE_LABEL, SnapshotInfo, frozen_path, move_holds, note_left, now_ns, rename_backing,
 };
 use vmstrata_disk::{
-    Disk, Format, LocalFiles, NewHome, OpenOptions, Opener as _, Role, directory_of, own_clusters, remove_second_name,
-    probe_layer,
+    Disk, Format, LocalFiles, NewHome, OpenOptions, Opener as _, Role, directory_of, own_clusters,
+    probe_layer, remove_second_name,
 };
 use vmstrata_store::{FileId, Gate, Planted};
 

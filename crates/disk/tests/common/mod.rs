@@ -12,6 +12,7 @@ pub mod elsewhere;
 pub mod faulty;
 pub mod flat;
 pub mod io;
+pub mod judged;
 pub mod killed;
 pub mod ledger;
 pub mod shape;

@@ -3,7 +3,12 @@
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
+
+use super::judged::Judged;
+
+static JUDGED: LazyLock<Judged> = LazyLock::new(Judged::default);
 
 /// Runs a tool, again while a file is locked, see [`super::patiently`].
 fn unlocked(tool: &str, args: &[&str]) -> Output {
@@ -82,8 +87,11 @@ impl Checked {
 
 /// Runs `qemu-img check` on a qcow2 file.
 pub fn check(path: &Path) -> Checked {
-    let output = unlocked("qemu-img", &["check", "-f", "qcow2", path_str(path)]);
-    Checked { code: output.status.code().unwrap_or(-1), said: text(&output) }
+    let (code, said) = JUDGED.of(path, &["check"], || {
+        let output = unlocked("qemu-img", &["check", "-f", "qcow2", path_str(path)]);
+        (output.status.code().unwrap_or(-1), text(&output).into_bytes())
+    });
+    Checked { code, said: String::from_utf8(said).expect("it was text") }
 }
 
 pub fn assert_clean(path: &Path) {
@@ -118,6 +126,10 @@ pub fn try_content(path: &Path) -> Result<Vec<u8>, String> {
 }
 
 fn convert(path: &Path, how: &[&str]) -> Vec<u8> {
+    JUDGED.of(path, how, || (0, converted(path, how))).1
+}
+
+fn converted(path: &Path, how: &[&str]) -> Vec<u8> {
     let out = PathBuf::from(format!("{}.{:x}.raw", path.display(), std::process::id()));
     let mut args = vec!["convert", "-O", "raw"];
     args.extend(how);
