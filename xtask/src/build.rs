@@ -4,7 +4,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-/// Set by whoever has built the whole workspace: another build, of this package alone, has other features and takes minutes.
+/// Set by whoever has built it already: another build, of other packages, has other features and takes minutes.
 const BUILT: &str = "VMSTRATA_BUILT";
 
 /// Makes sure that the `vmstrata` beside this program is there and built from today's sources.
@@ -17,7 +17,8 @@ pub fn vmstrata() -> Result<()> {
     }
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut build = Command::new(cargo);
-    build.args(["build", "--quiet", "--package", "vmstrata-cli"]).current_dir(env!("CARGO_MANIFEST_DIR"));
+    // As `scripts/demo` does.
+    build.args(["build", "--quiet", "--locked", "--package", "xtask", "--package", "vmstrata-cli"]).current_dir(env!("CARGO_MANIFEST_DIR"));
     if !cfg!(debug_assertions) {
         build.arg("--release");
     }
