@@ -9,7 +9,7 @@ use xtask::bench::history::Part;
 use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
-use xtask::bench::{flush, fragmented, fresh, history, memory, moving, publish, rocksdb, tier};
+use xtask::bench::{base, flush, fragmented, fresh, history, memory, moving, publish, rocksdb, tier};
 use xtask::size::parse_size;
 
 /// Measure, and write the results below docs and into README.md.
@@ -35,6 +35,8 @@ enum What {
     Rocksdb(PlainBench),
     /// Disks whose epochs go to a NAS: what a guest feels, bytes, take-over, outage. As the superuser.
     Tier(PartsBench<tier::Part>),
+    /// Guests that boot from one base on a NAS, beside a local disk and stock QEMU on the NAS. As the superuser.
+    Base(PlainBench),
     /// A disk in use that moves to another directory, beside stock QEMU's mirror (10 GiB of files).
     Move(PartsBench<moving::Part>),
     /// Guests that flush often, with a flush log and without, beside stock QEMU. As the superuser.
@@ -204,6 +206,13 @@ impl Bench {
                 let parts = bench.parts().unwrap_or(usual.parts);
                 tier::run(&tier::Options { rounds, publish, parts, ..usual }).map(|_| ())
             }
+            What::Base(bench) => {
+                let dir = bench.dir(root, "base");
+                let usual = if bench.quick { base::Options::quick(dir) } else { base::Options::full(dir) };
+                let publish = bench.publish(root);
+                let rounds = bench.rounds.unwrap_or(usual.rounds);
+                base::run(&base::Options { rounds, publish, ..usual }).map(|_| ())
+            }
             What::Move(bench) => {
                 let dir = bench.plain.dir(root, "move");
                 let usual =
@@ -231,6 +240,7 @@ fn render(root: &Path) -> Result<()> {
     let results = publish::kept(root)?.context("no measurement yet: cargo xtask bench chain")?;
     publish::write(root, &results)?;
     let reports = [
+        base::SHOWN,
         flush::SHOWN,
         fragmented::SHOWN,
         fresh::SHOWN,

@@ -18,7 +18,9 @@ pub fn vmstrata() -> Result<()> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut build = Command::new(cargo);
     // As `scripts/demo` does.
-    build.args(["build", "--quiet", "--locked", "--package", "xtask", "--package", "vmstrata-cli"]).current_dir(env!("CARGO_MANIFEST_DIR"));
+    build
+        .args(["build", "--quiet", "--locked", "--package", "xtask", "--package", "vmstrata-cli"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"));
     if !cfg!(debug_assertions) {
         build.arg("--release");
     }

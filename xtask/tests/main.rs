@@ -22,6 +22,7 @@ mod guest_snapshots;
 mod guest_soak;
 mod guest_systemd;
 mod guest_upgrade;
+mod nas_mount;
 mod nas_repository;
 mod stress;
 #[path = "../../crates/repo/tests/suite/mod.rs"]

@@ -98,7 +98,11 @@ impl Server {
         Self::start_as(Kind::Vmstrata, disk, keys.to_owned(), Vec::new())
     }
 
-    fn start_as(kind: Kind, disk: &Disk, keys: String, flags: Vec<String>) -> Result<Self> {
+    /// The same, with more keys of the disk, which only vmstrata knows.
+    ///
+    /// # Errors
+    /// As [`Server::start`].
+    pub fn start_as(kind: Kind, disk: &Disk, keys: String, flags: Vec<String>) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("vmstrata-bench-").tempdir()?;
         let mut first = keyed(kind, disk, &keys, dir.path());
         let child = start(first.args(&flags), dir.path())?;

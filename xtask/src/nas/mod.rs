@@ -10,11 +10,13 @@
 
 pub mod host;
 mod link;
+mod mount;
 mod network;
 mod nfs;
 mod proxy;
 mod server;
 
+pub use mount::Mount;
 pub use network::{Network, WIRE_BYTES_PER_S};
 pub use nfs::NfsRepository;
 pub use server::{Nas, check};

@@ -127,10 +127,22 @@ impl Network {
     /// # Errors
     /// When its link cannot be read.
     pub fn sent_bytes(&self, host: u8) -> Result<u64> {
+        self.link_bytes(host, "rx")
+    }
+
+    /// Bytes that were sent to a host, with all headers.
+    ///
+    /// # Errors
+    /// As [`Network::sent_bytes`].
+    pub fn received_bytes(&self, host: u8) -> Result<u64> {
+        self.link_bytes(host, "tx")
+    }
+
+    fn link_bytes(&self, host: u8, direction: &str) -> Result<u64> {
         let link = ["-j", "-s", "-n", &self.name("wire"), "link", "show", "dev", &format!("host{host}")];
         let output = Command::new("ip").args(link).output().context("ip does not run")?;
         let links: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        links[0]["stats64"]["rx"]["bytes"].as_u64().context("bytes of a link")
+        links[0]["stats64"][direction]["bytes"].as_u64().context("bytes of a link")
     }
 
     /// Kills what runs in a namespace, and waits until it is gone.

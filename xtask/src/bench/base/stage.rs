@@ -1,0 +1,214 @@
+//! What takes part: a base on a NAS, hosts with clones of it, and the same base on a local disk.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Barrier;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use super::super::client::{Client, Target};
+use super::super::history::take::timed;
+use super::super::server::{Disk, Kind, Server, vmstrata};
+use super::boot::Boot;
+use crate::answer::wait_for_answer;
+use crate::nas::{Mount, Nas, WIRE_BYTES_PER_S};
+
+const SEED: u64 = 20_261_130;
+/// For QEMU to open a disk.
+const OPEN_MAX: Duration = Duration::from_secs(60);
+/// What of a wire's bytes is payload: the rest are headers.
+const PAYLOAD: f64 = WIRE_BYTES_PER_S / 125e6;
+const BASE: &str = "golden.qcow2";
+
+/// A NAS with a base, and what each host sees of it.
+pub(super) struct Stage<'a> {
+    pub(super) nas: &'a Nas,
+    pub(super) dir: &'a Path,
+    /// Of each host; the first is host 1.
+    pub(super) mounts: Vec<Mount>,
+    /// The same base on this machine's disk.
+    pub(super) local: PathBuf,
+}
+
+/// What guests found that booted together.
+#[derive(Clone, Debug)]
+pub(super) struct Storm {
+    /// Until the last of them was up, in seconds.
+    pub(super) time_s: f64,
+    /// Bytes that came from the NAS, without headers, by host.
+    pub(super) bytes: Vec<f64>,
+}
+
+/// Who serves: ends with this.
+pub(super) enum Served {
+    Vmstrata(Server),
+    Qemu(Child),
+}
+
+impl Served {
+    fn stop(self) -> Result<()> {
+        match self {
+            Self::Vmstrata(server) => server.stop(),
+            Self::Qemu(mut child) => {
+                child.kill()?;
+                Ok(child.wait().map(drop)?)
+            }
+        }
+    }
+}
+
+impl Stage<'_> {
+    /// Publishes the base on the NAS, from host 1.
+    pub(super) fn publish(&self) -> Result<()> {
+        fs::copy(&self.local, self.nas.export().join(BASE))?;
+        let mut publish = Command::new(vmstrata());
+        publish.args(["base", "publish"]).arg(self.base(1)).args(["--version", "v1", "--tier"]);
+        timed(publish.arg(self.dir.join("publisher"))).map(drop)
+    }
+
+    fn mount(&self, host: u8) -> &Path {
+        self.mounts[usize::from(host) - 1].dir()
+    }
+
+    fn base(&self, host: u8) -> PathBuf {
+        self.mount(host).join(BASE)
+    }
+
+    /// Where a host keeps its files.
+    fn host_dir(&self, host: u8) -> PathBuf {
+        self.dir.join(format!("host{host}"))
+    }
+
+    /// Clones of the published base, in files of the host.
+    pub(super) fn clones(&self, host: u8, count: usize) -> Result<Vec<PathBuf>> {
+        let dir = self.host_dir(host);
+        fs::create_dir_all(&dir)?;
+        let clone = |number: usize| -> Result<PathBuf> {
+            let path = dir.join(format!("desk{number}.qcow2"));
+            let mut clone = Command::new(vmstrata());
+            clone.args(["snapshot", "clone"]).arg(format!("{}@v1", self.base(host).display()));
+            timed(clone.arg("--output").arg(&path))?;
+            Ok(path)
+        };
+        (0..count).map(clone).collect()
+    }
+
+    /// Has the host forget what it has of the base.
+    pub(super) fn forget(&self, host: u8) -> Result<()> {
+        let cache = self.host_dir(host).join("cache");
+        if cache.exists() { Ok(fs::remove_dir_all(cache)?) } else { Ok(()) }
+    }
+
+    /// Serves clones through the host's replica: all by one server, as a host does.
+    pub(super) fn serve(&self, host: u8, clones: &[PathBuf]) -> Result<(Served, Vec<PathBuf>)> {
+        let dir = self.host_dir(host);
+        self.serve_keyed(clones, &dir, &format!(",replica={}", dir.display()), self.mount(host))
+    }
+
+    /// Serves an overlay on the local base.
+    pub(super) fn serve_local(&self) -> Result<(Served, Vec<PathBuf>)> {
+        let dir = self.dir.join("local");
+        fs::create_dir_all(&dir)?;
+        let overlay = dir.join("desk.qcow2");
+        overlay_on(&self.local, &overlay)?;
+        self.serve_keyed(&[overlay], &dir, "", self.local.parent().context("a directory")?)
+    }
+
+    fn serve_keyed(
+        &self,
+        disks: &[PathBuf],
+        dir: &Path,
+        keys: &str,
+        backing: &Path,
+    ) -> Result<(Served, Vec<PathBuf>)> {
+        let (mut flags, mut sockets) = (Vec::new(), Vec::new());
+        for (number, path) in disks.iter().enumerate().skip(1) {
+            let socket = dir.join(format!("{number}.sock"));
+            let disk = format!("path={},name=d{number},cache=host{keys}", path.display());
+            let export = format!("d{number}={},any-memory,share", socket.display());
+            flags.extend(["--disk".to_owned(), disk, "--vhost-user".to_owned(), export]);
+            sockets.push(socket);
+        }
+        let first = Disk { path: disks[0].clone(), writable: true, backing: Some(backing.to_owned()) };
+        let mut server = Server::start_as(Kind::Vmstrata, &first, keys.to_owned(), flags)?;
+        sockets.insert(0, server.vhost_user());
+        sockets.iter().try_for_each(|socket| server.wait_for(socket))?;
+        Ok((Served::Vmstrata(server), sockets))
+    }
+
+    /// Has stock QEMU of a host serve overlays on the base as it lies on the NAS, each by a process of its own.
+    pub(super) fn serve_plain(&self, host: u8, count: usize) -> Result<Vec<(Served, PathBuf)>> {
+        let dir = self.host_dir(host).join("plain");
+        fs::create_dir_all(&dir)?;
+        let (server, path) = self.nas.address(host, "plain.qcow2");
+        fs::copy(&self.local, &path)?;
+        let serve = |number: usize| -> Result<(Served, PathBuf)> {
+            let (overlay, socket) = (dir.join(format!("{number}.qcow2")), dir.join(format!("{number}.sock")));
+            overlay_on(&self.local, &overlay)?;
+            let mut command = self.nas.network().on_host(host, Path::new("qemu-storage-daemon"));
+            let direct = "cache.direct=on,cache.no-flush=off";
+            for blockdev in [
+                format!(
+                    "driver=nfs,node-name=nas,server.type=inet,server.host={server},path={path},read-only=on,{direct}"
+                ),
+                format!("driver=qcow2,node-name=base,file=nas,read-only=on,{direct}"),
+                format!("driver=file,node-name=own,filename={}", overlay.display()),
+                "driver=qcow2,node-name=disk,file=own,backing=base".to_owned(),
+            ] {
+                command.arg("--blockdev").arg(blockdev);
+            }
+            command.arg("--export").arg(format!(
+                "vhost-user-blk,id=blk,node-name=disk,addr.type=unix,addr.path={},writable=on",
+                socket.display()
+            ));
+            let log = dir.join(format!("{number}.log"));
+            let out = File::create(&log)?;
+            let mut child = command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out).spawn()?;
+            let said = || fs::read_to_string(&log).unwrap_or_default();
+            let connect = || Client::connect(&Target::VhostUser(socket.clone()), SEED, false).map(drop);
+            if let Err(error) = wait_for_answer(&mut child, "QEMU", OPEN_MAX, said, connect) {
+                let _ = child.kill();
+                return Err(error);
+            }
+            Ok((Served::Qemu(child), socket))
+        };
+        (0..count).map(serve).collect()
+    }
+
+    /// All guests boot at once; those who serve end then.
+    pub(super) fn storm(
+        &self,
+        (served, sockets): (Vec<Served>, Vec<PathBuf>),
+        boot: &Boot,
+        speed: u32,
+    ) -> Result<Storm> {
+        let hosts = 1..=self.mounts.len() as u8;
+        let seen =
+            || hosts.clone().map(|host| self.nas.network().received_bytes(host)).collect::<Result<Vec<_>>>();
+        let (before, ready) = (seen()?, Barrier::new(sockets.len()));
+        let one = |socket: &PathBuf| -> Result<Duration> {
+            let client = Client::connect(&Target::VhostUser(socket.clone()), SEED, false);
+            ready.wait();
+            boot.again(&mut client?, speed)
+        };
+        let times = thread::scope(|scope| {
+            let running: Vec<_> = sockets.iter().map(|socket| scope.spawn(|| one(socket))).collect();
+            running.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Result<Vec<_>>>()
+        })?;
+        let came = seen()?.into_iter().zip(before);
+        let bytes = came.map(|(now, before)| (now - before) as f64 * PAYLOAD);
+        let storm =
+            Storm { time_s: times.iter().max().context("a guest")?.as_secs_f64(), bytes: bytes.collect() };
+        served.into_iter().try_for_each(Served::stop)?;
+        Ok(storm)
+    }
+}
+
+fn overlay_on(base: &Path, overlay: &Path) -> Result<()> {
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b"]);
+    timed(create.arg(base).arg(overlay)).map(drop)
+}
