@@ -1,5 +1,6 @@
 //! All tests of the crate in one binary: each further one is linked, and kept on disk, whole.
 
+mod bench_base;
 mod bench_fragmented;
 mod bench_history;
 mod bench_tier;

@@ -137,17 +137,15 @@ fn storms(options: &Options, stage: &Stage<'_>, boot: &Boot) -> Result<Found> {
             served.push(server);
             sockets.extend(more);
         }
-        settle();
         stage.storm((served, sockets), boot, options.speed)
     };
     let plain = |guests: usize| -> Result<Storm> {
         let served = stage.serve_plain(1, guests)?;
-        settle();
         stage.storm(served.into_iter().unzip(), boot, options.speed)
     };
     for _ in 0..options.rounds {
-        let (server, sockets) = stage.serve_local()?;
         settle();
+        let (server, sockets) = stage.serve_local()?;
         found.local.push(stage.storm((vec![server], sockets), boot, options.speed)?.time_s);
         found.plain_one.push(plain(1)?);
         found.plain.push(plain(options.guests)?);
