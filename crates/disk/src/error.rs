@@ -67,7 +67,7 @@ impl Error {
     }
 
     /// Whether there is no such file.
-    pub(crate) fn is_missing_file(&self) -> bool {
+    pub fn is_missing_file(&self) -> bool {
         let source = match self.kind() {
             ErrorKind::Gate(GateError::Open { source, .. }) | ErrorKind::Io { source, .. } => source,
             _ => return false,

@@ -44,9 +44,15 @@ impl Plan {
 
     /// The same, with the generation of the disk's layers.
     pub(crate) fn with_generation(disk: &Disk, to: &Path) -> Result<(u64, Self)> {
-        let (generation, layers) = disk.whole_layers();
-        let files = layers.into_iter().map(|layer| (layer.path, layer.format));
-        Ok((generation, Self::of_files(files, to)?))
+        loop {
+            let (generation, layers) = disk.whole_layers();
+            let files = layers.into_iter().map(|layer| (layer.path, layer.format));
+            match Self::of_files(files, to) {
+                // A merge has removed the file of a layer.
+                Err(error) if error.is_missing_file() && disk.generation() != generation => {}
+                plan => return Ok((generation, plan?)),
+            }
+        }
     }
 
     /// The same of the files of a chain, and their formats, from the lowest up.

@@ -98,6 +98,15 @@ fn at(offset: Option<u64>) -> String {
 }
 
 impl Error {
+    /// Whether there is no such file.
+    pub(crate) fn is_missing_file(&self) -> bool {
+        match self {
+            Self::Disk(error) => error.is_missing_file(),
+            Self::Io { source, .. } => source.kind() == io::ErrorKind::NotFound,
+            _ => false,
+        }
+    }
+
     pub(crate) fn refused(disk: &Path, to: &Path, why: &str) -> Self {
         Self::Refused { disk: disk.to_owned(), to: to.to_owned(), why: why.to_owned() }
     }

@@ -274,21 +274,24 @@ impl Moving {
     }
 
     /// Copies again what is another file than was copied by an earlier process, or before a merge, what stands on it, and what does not
-    /// stand on the copy of what is below. Copies are made from the lowest layer up.
-    fn forget_changed(&mut self) {
+    /// stand on the copy of what is below. Copies are made from the lowest layer up. Returns whether there is anything of that.
+    fn forget_changed(&mut self) -> bool {
         if self.journal.whole_ns.is_some() {
-            return;
+            return false;
         }
         let is_copied = |layer: &&PlannedLayer| {
             let copied = self.journal.copied.get(&layer.from).filter(|copied| copied.is_of(&layer.from));
             copied.is_some_and(|copied| self.can_be(layer, &copied.to).unwrap_or(false))
         };
         let first = self.plan.1.layers.iter().take_while(is_copied).count();
+        let mut forgets = false;
         for layer in &self.plan.1.layers[first..] {
             if self.journal.copied.remove(&layer.from).is_some() {
+                forgets = true;
                 tracing::info!(layer = %layer.from.display(), "has changed since it was copied, or what it stands on: it is copied again");
             }
         }
+        forgets
     }
 
     fn new(
@@ -386,13 +389,16 @@ impl Move for Moving {
             self.end_finishing()?;
             self.begin_finishing();
         } else if let Some(layer) = next {
-            self.begin_layer(layer)?;
+            let begun = self.begin_layer(layer);
+            begun.or_else(|error| self.unless_changed(error))?;
         } else if self.finishing.is_some() {
             self.end_finishing()?;
         } else {
             match self.phase() {
                 Phase::Copying if self.is_much_left() => self.freeze()?,
                 Phase::Copying => self.switch()?,
+                // A merge may have changed layers since they were copied.
+                Phase::Rest if self.forget_changed() => {}
                 Phase::Rest => self.stand()?,
                 Phase::Whole => {}
             }
@@ -598,18 +604,17 @@ impl Moving {
         }
     }
 
-    /// A snapshot that was taken meanwhile is no error: the disk's layers are looked at again.
+    /// A snapshot that was taken meanwhile is no error, nor is a layer whose file a merge has removed: the disk's layers are looked at again.
     fn unless_changed(&mut self, error: Error) -> Result<()> {
-        let is_change = |error: &vmstrata_disk::Error| {
-            matches!(error.fault(), Some(MergeFault::LayersChanged)) && self.changed < CHANGED_MAX
+        let is_change = match &error {
+            Error::Disk(error) if matches!(error.fault(), Some(MergeFault::LayersChanged)) => true,
+            error => error.is_missing_file() && self.disk.generation() != self.plan.0,
         };
-        match error {
-            Error::Disk(error) if is_change(&error) => {
-                self.changed += 1;
-                Ok(())
-            }
-            error => Err(error),
+        if !is_change || self.changed == CHANGED_MAX {
+            return Err(error);
         }
+        self.changed += 1;
+        Ok(())
     }
 
     /// Has what lies at the target stand on the copies alone.

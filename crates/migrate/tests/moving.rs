@@ -436,6 +436,25 @@ fn what_a_killed_switch_left_goes_wherever_the_disk_moves_next() {
     }
 }
 
+/// Such as the copy of a layer that changed meanwhile, and that a merge then took away.
+#[test]
+fn copies_that_lack_what_they_stand_on_are_made_again() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let (path, states) = with_history(&old, 3);
+    let disk = open_with(&path, &OpenOptions::default());
+    let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+    while moving.phase() == Phase::Copying {
+        moving.step(1 << 20).unwrap();
+    }
+    fs::remove_file(new.join("web.s0.qcow2")).unwrap();
+    finish(&mut moving);
+    assert_reads(&disk, &states[3], "moved");
+    disk.close().unwrap();
+    assert_clean(&new.join("web.s0.qcow2"));
+    assert_same(&content(&new.join("web.qcow2"), "qcow2"), &states[3], 0, "to stock tools");
+}
+
 /// A file system of so many bytes, in memory; `None` without the right to mount one.
 struct Mounted(PathBuf);
 
