@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use vmstrata_store::Gate;
+use vmstrata_store::{Gate, Place};
 
 use super::Disk;
 use super::switch::{NewNames, Switch};
@@ -82,7 +82,7 @@ pub fn make_overlay(overlay: &Path, below: &Path, (info, subclusters): (&Snapsho
 pub fn remove_second_name(name: &Path) -> std::io::Result<()> {
     // First: a process that is killed in between finds the name again.
     back_refs::remove_all(name);
-    std::fs::remove_file(name)
+    Place::of(name)?.remove()
 }
 
 /// The same on a layer that will be called `name`.
