@@ -338,7 +338,8 @@ impl Keeper {
                 return self.look_at(state);
             }
             Ok(disk) => disk,
-            Err(_) if !state.must_be_there || state.keeps == Keeps::Snapshot && self.is_flat() => return,
+            Err(_) if !state.must_be_there || self.has_failed() => return,
+            Err(_) if state.keeps == Keeps::Snapshot && self.is_flat() => return,
             Err(error) => self.book.expect("open a state", Err(error)),
         };
         let stamps = match self.try_read_all(&disk) {
