@@ -449,8 +449,10 @@ fn copies_that_lack_what_they_stand_on_are_made_again() {
     }
     fs::remove_file(new.join("web.s0.qcow2")).unwrap();
     finish(&mut moving);
+    drop(moving);
     assert_reads(&disk, &states[3], "moved");
     disk.close().unwrap();
+    drop(disk);
     assert_clean(&new.join("web.s0.qcow2"));
     assert_same(&content(&new.join("web.qcow2"), "qcow2"), &states[3], 0, "to stock tools");
 }
