@@ -258,6 +258,29 @@ impl Drop for Server {
     }
 }
 
+/// Has stock QEMU's storage daemon serve its node `disk` at a socket, for the first client that comes; `command` makes the node.
+///
+/// # Errors
+/// When it ends or stays silent, with what it said.
+pub fn serve_node(mut command: Command, socket: &Path, data_seed: u64) -> Result<(Child, Client)> {
+    command.arg("--export").arg(format!(
+        "vhost-user-blk,id=blk,node-name=disk,addr.type=unix,addr.path={},writable=on",
+        socket.display()
+    ));
+    let log = socket.with_extension("log");
+    let out = File::create(&log)?;
+    let mut child = command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out).spawn()?;
+    let said = || fs::read_to_string(&log).unwrap_or_default();
+    let connect = || Client::connect(&Target::VhostUser(socket.to_owned()), data_seed, false);
+    match wait_for_answer(&mut child, "QEMU", OPEN_MAX, said, connect) {
+        Ok(client) => Ok((child, client)),
+        Err(error) => {
+            let _ = child.kill();
+            Err(error)
+        }
+    }
+}
+
 /// Starts the program with its output appended to `dir/log`.
 fn start(command: &mut Command, dir: &Path) -> Result<Child> {
     let log = File::options().create(true).append(true).open(dir.join("log"))?;

@@ -1,5 +1,5 @@
-//! What stock tools said of an image, for images of the same bytes: a process of theirs costs more than a crash does, and most crashes leave
-//! bytes that another left.
+//! What stock tools said of an image, remembered for images of the same bytes: starting a tool takes longer than a crash, and most crashes
+//! leave bytes that another left.
 
 use std::collections::HashMap;
 use std::fs;

@@ -1,8 +1,8 @@
 //! What takes part: a base on a NAS, hosts with clones of it, and the same base on a local disk.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
@@ -11,14 +11,11 @@ use anyhow::{Context, Result};
 
 use super::super::client::{Client, Target};
 use super::super::history::take::timed;
-use super::super::server::{Disk, Kind, Server, vmstrata};
+use super::super::server::{Disk, Kind, Server, serve_node, vmstrata};
 use super::boot::Boot;
-use crate::answer::wait_for_answer;
 use crate::nas::{Mount, Nas, WIRE_BYTES_PER_S};
 
 const SEED: u64 = 20_261_130;
-/// For QEMU to open a disk.
-const OPEN_MAX: Duration = Duration::from_secs(60);
 /// What of a wire's bytes is payload: the rest are headers.
 const PAYLOAD: f64 = WIRE_BYTES_PER_S / 125e6;
 const BASE: &str = "golden.qcow2";
@@ -160,19 +157,8 @@ impl Stage<'_> {
             ] {
                 command.arg("--blockdev").arg(blockdev);
             }
-            command.arg("--export").arg(format!(
-                "vhost-user-blk,id=blk,node-name=disk,addr.type=unix,addr.path={},writable=on",
-                socket.display()
-            ));
-            let log = dir.join(format!("{number}.log"));
-            let out = File::create(&log)?;
-            let mut child = command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out).spawn()?;
-            let said = || fs::read_to_string(&log).unwrap_or_default();
-            let connect = || Client::connect(&Target::VhostUser(socket.clone()), SEED, false).map(drop);
-            if let Err(error) = wait_for_answer(&mut child, "QEMU", OPEN_MAX, said, connect) {
-                let _ = child.kill();
-                return Err(error);
-            }
+            // The guest that boots is another client.
+            let (child, _) = serve_node(command, &socket, SEED)?;
             Ok((Served::Qemu(child), socket))
         };
         (0..count).map(serve).collect()

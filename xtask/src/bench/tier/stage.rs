@@ -1,9 +1,9 @@
 //! What takes part: hosts with tiered disks, the same disk alone, and stock QEMU with the disk on the NAS.
 
-use std::fs::{self, File};
+use std::fs;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -15,8 +15,8 @@ use super::super::client::{Client, Target};
 use super::super::fresh::BLOCK;
 use super::super::history::take::timed;
 use super::super::load::{Access, Load, Outcome};
+use super::super::server::serve_node;
 use super::Options;
-use crate::answer::wait_for_answer;
 use crate::nas::host::{self, Host};
 use crate::nas::{Nas, NfsRepository};
 
@@ -25,8 +25,6 @@ const SEED: u64 = 20_261_128;
 pub(super) const NEVER: Duration = Duration::from_secs(600);
 /// For so long nothing is written when nothing is merged.
 const QUIET: Duration = Duration::from_secs(2);
-/// For QEMU to open a disk.
-const OPEN_MAX: Duration = Duration::from_secs(60);
 
 /// A NAS, and where hosts keep their files.
 pub(super) struct Stage<'a> {
@@ -112,22 +110,8 @@ impl Stage<'_> {
             "driver=nfs,node-name=file,server.type=inet,server.host={server},path={path},cache.direct={direct}"
         ));
         command.arg("--blockdev").arg(format!("driver=qcow2,node-name=disk,file=file,cache.direct={direct}"));
-        command.arg("--export").arg(format!(
-            "vhost-user-blk,id=blk,node-name=disk,addr.type=unix,addr.path={},writable=on",
-            socket.display()
-        ));
-        let log = self.dir.join(format!("{name}.log"));
-        let out = File::create(&log)?;
-        let mut child = command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out).spawn()?;
-        let said = || fs::read_to_string(&log).unwrap_or_default();
-        let connect = || Client::connect(&Target::VhostUser(socket.clone()), SEED, false);
-        match wait_for_answer(&mut child, "QEMU", OPEN_MAX, said, connect) {
-            Ok(client) => Ok(Peer { client, child }),
-            Err(error) => {
-                let _ = child.kill();
-                Err(error)
-            }
-        }
+        let (child, client) = serve_node(command, &socket, SEED)?;
+        Ok(Peer { client, child })
     }
 }
 
