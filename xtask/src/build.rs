@@ -4,7 +4,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-/// Set by whoever has built it already: another build, of other packages, has other features and takes minutes.
+/// Set when the binary is built already. Cargo resolves features for the packages it is given: for others it builds everything again.
 const BUILT: &str = "VMSTRATA_BUILT";
 
 /// Makes sure that the `vmstrata` beside this program is there and built from today's sources.

@@ -19,6 +19,7 @@
 pub mod base;
 mod cached;
 pub mod client;
+mod fleet;
 mod floor;
 pub mod flush;
 pub mod fragmented;

@@ -90,7 +90,7 @@ impl Drop for Mount {
 /// What the kernel asks.
 struct Mounted {
     link: Link,
-    /// Those that the kernel was told of.
+    /// Handles of the inodes that the kernel has looked up.
     files: Mutex<HashMap<INodeNo, nfs_fh3>>,
 }
 

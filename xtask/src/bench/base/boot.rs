@@ -62,6 +62,7 @@ impl Boot {
     pub(super) fn again(&self, client: &mut Client, speed: u32) -> Result<Duration> {
         let start = Instant::now();
         for step in &self.steps {
+            // The guest's own work: nothing is waited for.
             thread::sleep(step.after / speed);
             client.read(step.at, step.len)?;
         }

@@ -6,8 +6,8 @@
 //!      └──► report (rows beside their bounds) ──► docs/measurements/base.json, docs/bases.md
 //! ```
 //!
-//! The NAS is a real server ([`crate::nas`]), mounted in user space ([`crate::nas::Mount`]); `vmstrata serve` is as users run it. Who is
-//! compared takes turns in one round; a ratio is taken from one round, and the median of the rounds is judged.
+//! The NAS is a real server ([`crate::nas`]), mounted in user space ([`crate::nas::Mount`]); `vmstrata serve` is as users run it. A
+//! round has each storm once, one after the other; a ratio is taken from one round, and the median of the rounds is judged.
 
 mod boot;
 mod stage;

@@ -10,8 +10,9 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::super::client::{Client, Target};
+use super::super::fleet::{self, Fleet};
 use super::super::history::take::timed;
-use super::super::server::{Disk, Kind, Server, serve_node, vmstrata};
+use super::super::server::{serve_node, vmstrata};
 use super::boot::Boot;
 use crate::nas::{Mount, Nas, WIRE_BYTES_PER_S};
 
@@ -41,14 +42,14 @@ pub(super) struct Storm {
 
 /// Who serves: ends with this.
 pub(super) enum Served {
-    Vmstrata(Server),
+    Vmstrata(Fleet),
     Qemu(Child),
 }
 
 impl Served {
     fn stop(self) -> Result<()> {
         match self {
-            Self::Vmstrata(server) => server.stop(),
+            Self::Vmstrata(fleet) => fleet.stop(),
             Self::Qemu(mut child) => {
                 child.kill()?;
                 Ok(child.wait().map(drop)?)
@@ -102,7 +103,7 @@ impl Stage<'_> {
     /// Serves clones through the host's replica: all by one server, as a host does.
     pub(super) fn serve(&self, host: u8, clones: &[PathBuf]) -> Result<(Served, Vec<PathBuf>)> {
         let dir = self.host_dir(host);
-        self.serve_keyed(clones, &dir, &format!(",replica={}", dir.display()), self.mount(host))
+        serve_keyed(clones, &dir, &format!(",replica={}", dir.display()), self.mount(host))
     }
 
     /// Serves an overlay on the local base.
@@ -111,29 +112,7 @@ impl Stage<'_> {
         fs::create_dir_all(&dir)?;
         let overlay = dir.join("desk.qcow2");
         overlay_on(&self.local, &overlay)?;
-        self.serve_keyed(&[overlay], &dir, "", self.local.parent().context("a directory")?)
-    }
-
-    fn serve_keyed(
-        &self,
-        disks: &[PathBuf],
-        dir: &Path,
-        keys: &str,
-        backing: &Path,
-    ) -> Result<(Served, Vec<PathBuf>)> {
-        let (mut flags, mut sockets) = (Vec::new(), Vec::new());
-        for (number, path) in disks.iter().enumerate().skip(1) {
-            let socket = dir.join(format!("{number}.sock"));
-            let disk = format!("path={},name=d{number},cache=host{keys}", path.display());
-            let export = format!("d{number}={},any-memory,share", socket.display());
-            flags.extend(["--disk".to_owned(), disk, "--vhost-user".to_owned(), export]);
-            sockets.push(socket);
-        }
-        let first = Disk { path: disks[0].clone(), writable: true, backing: Some(backing.to_owned()) };
-        let mut server = Server::start_as(Kind::Vmstrata, &first, keys.to_owned(), flags)?;
-        sockets.insert(0, server.vhost_user());
-        sockets.iter().try_for_each(|socket| server.wait_for(socket))?;
-        Ok((Served::Vmstrata(server), sockets))
+        serve_keyed(&[overlay], &dir, "", self.local.parent().context("a directory")?)
     }
 
     /// Has stock QEMU of a host serve overlays on the base as it lies on the NAS, each by a process of its own.
@@ -191,6 +170,15 @@ impl Stage<'_> {
         served.into_iter().try_for_each(Served::stop)?;
         Ok(storm)
     }
+}
+
+/// Serves disks whose backing files are in the directory `backing`.
+fn serve_keyed(disks: &[PathBuf], dir: &Path, keys: &str, backing: &Path) -> Result<(Served, Vec<PathBuf>)> {
+    let disks: Vec<_> = disks.iter().map(|path| (path.clone(), keys.to_owned())).collect();
+    let more = ["--allow-backing".to_owned(), backing.display().to_string()];
+    let fleet = Fleet::over(fleet::Served::WithoutLog, &disks, dir, &more)?;
+    let sockets = fleet.sockets.clone();
+    Ok((Served::Vmstrata(fleet), sockets))
 }
 
 fn overlay_on(base: &Path, overlay: &Path) -> Result<()> {

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
+use super::super::fleet::{Fleet, Keyed, Served, empty};
 use super::super::machine::{by_turns, settle};
 use super::super::report::{Report, Row};
 use super::super::results::{median, ratios};
 use super::super::server::{Disk, Kind, Server};
 use super::Options;
-use super::fleet::{Fleet, Keyed, Served, empty};
 use crate::guest::flushes::{Flushing, WORKLOADS};
 
 /// Bytes of the disk of databases, of that of files, and of that of a journal.

@@ -11,7 +11,6 @@
 //!
 //! Who is compared takes turns in one round; a ratio is taken from one round, and the median of the rounds is judged.
 
-mod fleet;
 mod guest;
 mod recovery;
 
@@ -22,6 +21,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 
 use super::client::{Client, Target};
+use super::fleet::{Fleet, Served};
 use super::fresh::{BLOCK, full};
 use super::load::{Access, Load};
 use super::machine::{by_turns, settle};
@@ -30,7 +30,6 @@ use super::results::{median, ratios};
 use super::server::{self, Kind, vmstrata};
 use super::shown::Shown;
 use crate::guest::flushes::Operations;
-use fleet::{Fleet, Served};
 
 /// Where the results are kept.
 pub const SHOWN: Shown = Shown {
@@ -183,7 +182,7 @@ fn flushed(options: &Options, round: u16, depth: usize, block: usize) -> Load {
 const SIDES: [Served; 3] = [Served::WithLog, Served::WithoutLog, Served::Qemu];
 
 fn fleets(disks: usize, dir: &Path) -> Result<Vec<Fleet>> {
-    SIDES.iter().map(|side| Fleet::start(*side, disks, dir, &[])).collect()
+    SIDES.iter().map(|side| Fleet::start(*side, (disks, SIZE), dir, &[])).collect()
 }
 
 fn single(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {

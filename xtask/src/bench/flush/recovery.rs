@@ -8,11 +8,11 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
+use super::super::fleet::{Fleet, Served};
 use super::super::fresh::BLOCK;
 use super::super::history::take::timed;
 use super::super::report::{Report, Row};
-use super::fleet::{Fleet, Served};
-use super::{DISKS, Options, flushed};
+use super::{DISKS, Options, SIZE, flushed};
 
 /// Turns in which the log fills.
 const TURNS: u32 = 4;
@@ -22,7 +22,7 @@ pub(super) fn run(options: &Options, dir: &Path, report: &mut Report) -> Result<
     for round in 0..options.rounds {
         let dir = dir.join(round.to_string());
         let size = ["--flush-log-size".to_owned(), options.log.to_string()];
-        let mut fleet = Fleet::start(Served::WithLog, DISKS, &dir, &size)?;
+        let mut fleet = Fleet::start(Served::WithLog, (DISKS, SIZE), &dir, &size)?;
         for _ in 0..TURNS {
             fleet.work(|round, _| flushed(options, round, 8, BLOCK))?;
         }

@@ -8,11 +8,12 @@ use std::thread;
 
 use anyhow::{Context, Result};
 
-use super::super::client::{Client, Target};
-use super::super::history::take::timed;
-use super::super::load::Load;
-use super::super::server::{Disk, Kind, Server, vmstrata};
-use super::{SEED, SIZE};
+use super::client::{Client, Target};
+use super::history::take::timed;
+use super::load::Load;
+use super::server::{Disk, Kind, Server, vmstrata};
+
+const SEED: u64 = 20_261_129;
 
 /// How disks are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,20 +51,25 @@ pub(super) struct Fleet {
 pub(super) type Keyed = (PathBuf, String);
 
 impl Fleet {
-    /// Disks that are empty.
-    pub(super) fn start(side: Served, disks: usize, dir: &Path, more: &[String]) -> Result<Self> {
+    /// So many empty disks of `size` bytes each.
+    pub(super) fn start(
+        side: Served,
+        (disks, size): (usize, u64),
+        dir: &Path,
+        more: &[String],
+    ) -> Result<Self> {
         let dir = dir.join(side.name());
         fs::create_dir_all(&dir)?;
         let image = |number: usize| -> Result<Keyed> {
             let path = dir.join(format!("{number}.qcow2"));
-            empty(side.kind(), &path, SIZE)?;
+            empty(side.kind(), &path, size)?;
             Ok((path, String::new()))
         };
         let disks = (0..disks).map(image).collect::<Result<Vec<_>>>()?;
         Self::over(side, &disks, &dir, more)
     }
 
-    /// The disks, of which the first has no keys, with sockets in `dir`; `more` are flags of the server.
+    /// The disks, with sockets in `dir`; `more` are flags of the server.
     pub(super) fn over(side: Served, disks: &[Keyed], dir: &Path, more: &[String]) -> Result<Self> {
         let mut flags = more.to_vec();
         if side == Served::WithLog {
@@ -75,8 +81,9 @@ impl Fleet {
             flags.extend(another(side.kind(), number, disk, &socket));
             sockets.push(socket);
         }
-        let first = Disk { path: disks[0].0.clone(), writable: true, backing: None };
-        let server = Server::start_with(side.kind(), &first, flags)?;
+        let (path, keys) = disks[0].clone();
+        let first = Disk { path, writable: true, backing: None };
+        let server = Server::start_as(side.kind(), &first, keys, flags)?;
         sockets.insert(0, server.vhost_user());
         let images = disks.iter().map(|(image, _)| image.clone()).collect();
         let mut fleet = Self { server, sockets, images, turn: 0 };
