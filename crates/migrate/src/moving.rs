@@ -274,7 +274,7 @@ impl Moving {
     }
 
     /// Copies again what is another file than was copied by an earlier process, or before a merge, what stands on it, and what does not
-    /// stand on the copy of what is below. Copies are made from the lowest layer up. Returns whether there is anything of that.
+    /// stand on the copy of what is below. Copies are made from the lowest layer up. Returns whether it forgot a copy.
     fn forget_changed(&mut self) -> bool {
         if self.journal.whole_ns.is_some() {
             return false;

@@ -67,6 +67,13 @@ fn finish(moving: &mut impl Move) -> u64 {
     sent
 }
 
+/// Goes on until the guest writes to the target.
+fn switch(moving: &mut impl Move) {
+    while moving.phase() == Phase::Copying {
+        moving.step(256 << 10).unwrap();
+    }
+}
+
 fn moved_to(path: &Path) -> Option<PathBuf> {
     vmstrata_migrate::moved_to(path).map(|moved| moved.path)
 }
@@ -444,9 +451,7 @@ fn copies_that_lack_what_they_stand_on_are_made_again() {
     let (path, states) = with_history(&old, 3);
     let disk = open_with(&path, &OpenOptions::default());
     let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
-    while moving.phase() == Phase::Copying {
-        moving.step(1 << 20).unwrap();
-    }
+    switch(&mut moving);
     fs::remove_file(new.join("web.s0.qcow2")).unwrap();
     finish(&mut moving);
     drop(moving);
@@ -516,9 +521,7 @@ fn notes_that_others_can_write_are_not_believed() {
     let (path, _) = with_history(&old, 0);
     let disk = open_with(&path, &OpenOptions::default());
     let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
-    while moving.phase() == Phase::Copying {
-        moving.step(1 << 20).unwrap();
-    }
+    switch(&mut moving);
     let to = new.join("web.qcow2");
     assert_eq!((moved_to(&path), source_directory(&to)), (Some(to.clone()), Some(old.clone())));
     for note in [old.join(".web.qcow2.moved"), new.join(".web.qcow2.moving")] {
@@ -594,9 +597,7 @@ fn child(orders: &str) {
             }
         });
         let mut moving = Moving::begin(&disk, &options(to)).unwrap();
-        while moving.phase() == Phase::Copying {
-            moving.step(256 << 10).unwrap();
-        }
+        switch(&mut moving);
         println!("{SWITCHED}");
         finish(&mut moving);
         std::thread::park();

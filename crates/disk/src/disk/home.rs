@@ -75,7 +75,7 @@ pub fn make_overlay(overlay: &Path, below: &Path, (info, subclusters): (&Snapsho
     make_beside(overlay, (below, Format::Qcow2), below, (info, subclusters))
 }
 
-/// Removes a second name of a layer, and the links beside it: whoever stood on the layer by that name is gone.
+/// Removes a second name of a layer, and the back-references beside that name. No disk may stand on the layer by it.
 ///
 /// # Errors
 /// Whatever the host reports; the name may be there still.
