@@ -397,8 +397,6 @@ impl Move for Moving {
             match self.phase() {
                 Phase::Copying if self.is_much_left() => self.freeze()?,
                 Phase::Copying => self.switch()?,
-                // A merge may have changed layers since they were copied.
-                Phase::Rest if self.forget_changed() => {}
                 Phase::Rest => self.stand()?,
                 Phase::Whole => {}
             }
@@ -626,7 +624,11 @@ impl Moving {
             let copy = self.journal.copied.get(&from).expect("all are copied");
             let rebased =
                 self.disk.rebase(&layer, Some(&from), (&copy.to, format.expect("it is to be copied")));
-            return rebased.or_else(|error| self.unless_changed(error.into()));
+            return match rebased {
+                // A layer that changed while it was copied, and was merged away since: what stands on its copy has no base.
+                Err(error) if error.is_missing_file() && self.forget_changed() => Ok(()),
+                rebased => rebased.or_else(|error| self.unless_changed(error.into())),
+            };
         }
         for (layer, copied) in &self.journal.copied {
             move_holds(layer, &copied.to)?;
