@@ -591,11 +591,8 @@ impl Moving {
             Err(error) => {
                 // While the overlay is there, what it stands on says that it is not the disk.
                 if from.symlink_metadata().is_ok() {
-                    // If this fails, the next move does it. The overlay goes first: it names the other file.
-                    remove_if_there(&self.to)?;
-                    flush_directory(&self.directory)?;
-                    let _ = remove_second_name(&frozen);
-                    forget_moved(&from);
+                    // If this fails, the next move does it.
+                    undo_half_switch(&self.disk, &from)?;
                 }
                 self.unless_changed(error)
             }
@@ -695,8 +692,9 @@ pub(crate) fn undo_half_switch(disk: &Disk, from: &Path) -> Result<()> {
             return Err(Error::Exists { path: to.to_owned() });
         }
         fs::remove_file(to).map_err(Error::of_file(to, action))?;
-        flush_directory(&directory_of(to))?;
     }
+    // Also where an earlier try removed it: a power failure could bring it back, and the second name, of which no note tells then.
+    flush_directory(&directory_of(to))?;
     // Snapshots may have been taken since: the second name may be that of a layer by now.
     let chain: Vec<PathBuf> = disk.layers().into_iter().map(|layer| layer.path).collect();
     let files: Vec<FileId> = chain.iter().filter_map(|path| FileId::at(path)).collect();
@@ -708,6 +706,7 @@ pub(crate) fn undo_half_switch(disk: &Disk, from: &Path) -> Result<()> {
             remove_second_name(&path).map_err(Error::of_file(&path, action))?;
         }
     }
+    flush_directory(&directory_of(from))?;
     forget_moved(from);
     Ok(())
 }
