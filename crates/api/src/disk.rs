@@ -80,7 +80,7 @@ pub struct DiskSpec {
     #[schema(max_length = 200, pattern = "^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
     pub group: Option<String>,
     /// With `tier`: publish in this repository instead, `hdfs://NAMENODE[:PORT]/DIR[?block=SIZE]` or `s3://BUCKET[/PREFIX][?endpoint=URL]`. `path` is then the image that becomes
-    /// the first layer, which need not be there once the disk is published.
+    /// the first layer, which need not be there once the disk is published. With `replica`: that of the snapshot which the disk is a clone of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(pattern = "^(hdfs://[^/]+/|s3://[^/?]+)")]
     pub repository: Option<String>,

@@ -3,9 +3,9 @@
 
 use crate::s3::{Store, with_keys};
 use crate::support::far::{
-    Far, another_host_takes_it_over_after_a_kill, its_states_are_named_read_and_gone_back_to,
-    of_racing_claims_one_publishes_at_a_time, tier, what_needs_a_directory_is_refused_by_name,
-    who_serves_it_and_was_taken_over_is_fenced,
+    Far, another_host_takes_it_over_after_a_kill, clones_stand_on_a_named_state,
+    its_states_are_named_read_and_gone_back_to, of_racing_claims_one_publishes_at_a_time, tier,
+    what_needs_a_directory_is_refused_by_name, who_serves_it_and_was_taken_over_is_fenced,
 };
 use crate::support::server::Server;
 use crate::support::wait_until;
@@ -17,6 +17,7 @@ fn a_disk_is_published_in_s3() {
         let far = Far::new(store.repository("vms/web"));
         let second = another_host_takes_it_over_after_a_kill(&far);
         its_states_are_named_read_and_gone_back_to(&far, &second);
+        clones_stand_on_a_named_state(&far, &second);
         let second = guests_go_on_while_the_store_says_nothing(&far, second, &store);
         who_serves_it_and_was_taken_over_is_fenced(&far, second);
         what_needs_a_directory_is_refused_by_name(&far);

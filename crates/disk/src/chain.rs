@@ -117,7 +117,7 @@ impl Default for OpenOptions {
 }
 
 /// Looks at the files of the chain of the disk at `path`, without locks; returns the top and what `keep` makes of each layer below
-/// it, base first. A merge may take files out of the chain meanwhile: then it is read again.
+/// it, base first.
 ///
 /// # Errors
 /// Any file of the chain that cannot be opened, is not allowed, breaks the format, or was met before; those of `keep`.
@@ -127,12 +127,19 @@ pub(crate) fn walk<T>(
     opener: &dyn Opener,
     mut keep: impl FnMut(Top) -> Result<T>,
 ) -> Result<(Top, Vec<T>)> {
-    let mut look = || {
+    despite_merges(|| {
         let top = open_top(path, Role::Inspected, options, opener)?;
         let keep = |layer| Some(keep(layer)).transpose();
         let below = walk_below(path, &top, options, Role::Inspected, opener, keep)?;
         Ok((top, below))
-    };
+    })
+}
+
+/// Looks at a chain again where a merge has taken a file out of it meanwhile.
+///
+/// # Errors
+/// Those of `look`.
+pub(crate) fn despite_merges<T>(mut look: impl FnMut() -> Result<T>) -> Result<T> {
     let mut missed = String::new();
     loop {
         match look() {

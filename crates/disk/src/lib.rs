@@ -113,7 +113,7 @@ pub use observer::{Durability, IoObserver, WhenDurable};
 pub use opener::{LocalFiles, Opened, Opener, Role, directory_of};
 pub use probe::{
     BackingPlace, ImageHead, LayerHead, OwnCluster, ProbedFile, check_locks, own_clusters, probe_backing,
-    probe_chain, probe_file, probe_layer,
+    probe_chain, probe_file, probe_layer, published_below,
 };
 pub use queue::{IoQueue, WATCHED_MAX};
 pub use request::{Completion, Op, Request};

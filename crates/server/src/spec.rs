@@ -165,7 +165,7 @@ pub enum SpecError {
         error: LimitError,
     },
     /// A key of tiered disks without a tier.
-    #[error("'{key}' goes with 'tier'{}", if *key == "on-missing" { " or 'replica'" } else { "" })]
+    #[error("'{key}' goes with 'tier'{}", if matches!(*key, "on-missing" | "repository") { " or 'replica'" } else { "" })]
     WithoutTier {
         /// The key.
         key: &'static str,

@@ -130,13 +130,17 @@ impl Elsewhere {
 
     /// What its disk or group is called on this host: as its last directory, with letters that any file system and group takes.
     pub(crate) fn disk_name(&self) -> String {
-        let name = self.name();
-        let place = name.split('?').next().unwrap_or_default();
-        let last = place.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
-        let is_plain = |at, c: char| c.is_ascii_alphanumeric() || "_-".contains(c) || at > 0 && c == '.';
-        let plain = |(at, c)| if is_plain(at, c) { c } else { '_' };
-        last.chars().take(NAME_BYTES_MAX).enumerate().map(plain).collect()
+        last_directory(&self.name())
     }
+}
+
+/// The last directory of a repository's name, with letters that any file system and group takes.
+pub(crate) fn last_directory(repository: &str) -> String {
+    let place = repository.split('?').next().unwrap_or_default();
+    let last = place.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
+    let is_plain = |at, c: char| c.is_ascii_alphanumeric() || "_-".contains(c) || at > 0 && c == '.';
+    let plain = |(at, c)| if is_plain(at, c) { c } else { '_' };
+    last.chars().take(NAME_BYTES_MAX).enumerate().map(plain).collect()
 }
 
 /// Copies the layers of a disk that are not there yet into a directory of this host, as files that stock tools open, each proved by its

@@ -104,7 +104,7 @@ pub use merge::{LAYERS_MAX, Merge};
 pub use object::{Shipment, adopt, ship};
 pub use pending::{CutState, PendingSnapshot};
 pub use pin::{Pin, Purpose};
-pub use place::{CACHE_NAME, Place};
+pub use place::{CACHE_NAME, Place, stand_in};
 pub use publisher::{Claim, Publisher};
 pub use remote::{CachedLayer, OnMissing, Remote};
 pub use replica::{LayerReplica, Replica, Walk, read_through};

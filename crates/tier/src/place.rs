@@ -37,7 +37,7 @@ use vmstrata_disk::{AtomicFile, LocalFiles, Opener, REPOSITORY};
 use vmstrata_repo::{DirectoryRepository, Repository};
 
 use crate::cached_files::{CachedFiles, LayerDirectory, ReadThrough};
-use crate::elsewhere::Elsewhere;
+use crate::elsewhere::{Elsewhere, last_directory};
 use crate::error::{Error, Result};
 use crate::group::{Group, beside, group_of, repository_of};
 use crate::head::{DiskState, Epoch, EpochNumber, ObjectId, OwnerId, as_text, is_object_name};
@@ -226,8 +226,9 @@ impl Place {
         assert!(group.is_some() || paths.len() == 1, "several disks are a group");
         let paths: Vec<PathBuf> = paths.iter().map(|path| (*path).to_owned()).collect();
         let group = group.map(|name| Group::new(name, &paths).map_err(Error::of_group(name))).transpose()?;
-        let local = local_of(&elsewhere.disk_name(), &absolute(tier)?, elsewhere.name().as_bytes());
-        let (path, repository, elsewhere) = (paths[0].clone(), beside(&local, REPOSITORY), Some(elsewhere));
+        let (tier, name) = (absolute(tier)?, elsewhere.name());
+        let local = local_of(&elsewhere.disk_name(), &tier, name.as_bytes());
+        let (path, repository, elsewhere) = (paths[0].clone(), stand_in(&tier, &name), Some(elsewhere));
         Ok(Self { repository, local, path, elsewhere, group, reading: None })
     }
 
@@ -350,6 +351,12 @@ impl Place {
         let Some(reading) = &self.reading else { return Ok(None) };
         Ok(self.open_repository()?.map(|repository| Arc::clone(reading.remote(repository))))
     }
+}
+
+/// The directory by whose name images in `directory` know the layers of a repository that is no directory of this host, and is called
+/// `repository` ([`RepositoryAddress::place`](crate::RepositoryAddress::place)). It is empty.
+pub fn stand_in(directory: &Path, repository: &str) -> PathBuf {
+    beside(&local_of(&last_directory(repository), directory, repository.as_bytes()), REPOSITORY)
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {

@@ -7,14 +7,13 @@
 //!                        the host's cache: ID.chunks                     filled by reads, or all of it by `Walk`
 //! ```
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmstrata_disk::is_published;
 use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_store::Fetched;
 use vmstrata_types::HostOffset;
@@ -23,8 +22,9 @@ use crate::ahead;
 use crate::cache::{Cache, Cached};
 use crate::cached_files::{CachedFiles, LayerDirectory};
 use crate::digests::CHUNK;
+use crate::elsewhere::RepositoryAddress;
 use crate::error::{Error, Result};
-use crate::head::{Epoch, Object, ObjectId, is_object_name};
+use crate::head::{DiskState, Epoch, Object, ObjectId, is_object_name};
 use crate::look::{Heads, Look};
 use crate::pin::Pin;
 use crate::remote::{CachedLayer, OnMissing, Remote};
@@ -219,55 +219,53 @@ fn bring(layer: &CachedLayer, at: HostOffset, len: u64) -> io::Result<()> {
     }
 }
 
-/// Has the layers of a chain that lie in directories of repositories read through a cache, beside which their indices may lie. They are those of
-/// states that pins keep or heads name. For a time, [`BOOT`](crate::BOOT) as a rule, reads are those of a guest that starts.
+/// Has the published layers of a chain read through a cache, beside which their indices may lie: `newest` and those below it, by the names
+/// that the chain has for them. Their repository is at `address`, or their directory. A pin or a head keeps them. For a time, [`BOOT`](crate::BOOT) as a rule, reads are
+/// those of a guest that starts.
 ///
 /// # Errors
-/// A repository that cannot be read, or keeps no state with these layers; a cache that cannot be used.
-pub fn read_through<'a>(
+/// A repository that cannot be opened or read, or keeps no state with this layer; a cache that cannot be used.
+pub fn read_through(
     files: &CachedFiles,
-    chain: impl IntoIterator<Item = &'a Path>,
-    cache: &Arc<Cache>,
-    on_missing: OnMissing,
+    newest: &Path,
+    address: Option<&RepositoryAddress>,
+    (cache, on_missing): (&Arc<Cache>, OnMissing),
     boot: Duration,
 ) -> Result<()> {
-    let mut directories: BTreeMap<&Path, HashSet<ObjectId>> = BTreeMap::new();
-    for path in chain.into_iter().filter(|path| is_published(path)) {
-        let name = path.file_name().and_then(|name| name.to_str());
-        let (Some(dir), Some(id)) = (path.parent(), name.and_then(ObjectId::of)) else { continue };
-        directories.entry(dir).or_default().insert(id);
-    }
-    for (dir, wanted) in directories {
-        // Disks that stand on one base share what fetches it.
-        let remote = match files.remote_of(dir).filter(|remote| remote.is_through(cache, on_missing)) {
-            Some(remote) => remote,
-            None => Remote::new(cache, Arc::new(DirectoryRepository::open(dir, is_object_name)?), on_missing),
-        };
-        let objects = objects_of(&**remote.repository(), &wanted)?;
-        files.add(LayerDirectory { path: dir, indices: &cache.path() }, &remote, &objects)?;
-        ahead::begin(&remote, &objects, boot);
-    }
+    let name = newest.file_name().and_then(|name| name.to_str());
+    let (Some(dir), Some(newest)) = (newest.parent(), name.and_then(ObjectId::of)) else { return Ok(()) };
+    // Disks that stand on one base share what fetches it.
+    let known = files.remote_of(dir).filter(|remote| remote.is_through(cache, on_missing));
+    let remote = match (known, address) {
+        (Some(remote), _) => remote,
+        (None, Some(address)) => Remote::new(cache, address.open()?, on_missing),
+        (None, None) => {
+            Remote::new(cache, Arc::new(DirectoryRepository::open(dir, is_object_name)?), on_missing)
+        }
+    };
+    let objects = objects_below(&**remote.repository(), newest)?;
+    files.add(LayerDirectory { path: dir, indices: &cache.path() }, &remote, &objects)?;
+    ahead::begin(&remote, &objects, boot);
     Ok(())
 }
 
-/// What the repository says of these layers.
-fn objects_of(repository: &dyn Repository, wanted: &HashSet<ObjectId>) -> Result<Vec<Object>> {
-    let mut known: BTreeMap<ObjectId, Object> = BTreeMap::new();
-    let mut take = |epoch: &Epoch| {
-        let objects = epoch.disks.iter().flat_map(|disk| &disk.objects);
-        let own = objects.filter(|object| wanted.contains(&object.id));
-        known.extend(own.map(|object| (object.id, *object)));
-        known.len() == wanted.len()
+/// A layer and what it stands on, as a state has it that the repository keeps.
+fn objects_below(repository: &dyn Repository, newest: ObjectId) -> Result<Vec<Object>> {
+    let find = |epoch: &Epoch| {
+        let below = |disk: &DiskState| {
+            let end = disk.objects.iter().position(|object| object.id == newest)?;
+            Some(disk.objects[..=end].to_vec())
+        };
+        epoch.disks.iter().find_map(below)
     };
-    let pins: Vec<_> = Look::any(repository)?.pins().collect();
     // One may be released meanwhile, or damaged: others keep the same layers.
-    let is_whole =
-        pins.into_iter().filter_map(|id| Pin::read(repository, id).ok()).any(|pin| take(&pin.epoch))
-            || Heads::of(repository)?.filter_map(Result::ok).any(|head| take(&head.epoch));
-    if !is_whole {
-        let missing = wanted.iter().find(|id| !known.contains_key(id)).expect("one lacks");
-        let why = format!("no state that is kept has the layer {}", missing.layer_name());
-        return Err(Error::NoState { repository: repository.describe(), why });
+    let mut pins = Look::any(repository)?.pins().collect::<Vec<_>>().into_iter();
+    if let Some(objects) = pins.find_map(|id| find(&Pin::read(repository, id).ok()?.epoch)) {
+        return Ok(objects);
     }
-    Ok(known.into_values().collect())
+    let found = Heads::of(repository)?.filter_map(Result::ok).find_map(|head| find(&head.epoch));
+    found.ok_or_else(|| {
+        let why = format!("no state that is kept has the layer {}", newest.layer_name());
+        Error::NoState { repository: repository.describe(), why }
+    })
 }

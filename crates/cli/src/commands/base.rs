@@ -66,7 +66,10 @@ fn publish(args: &BasePublishArgs) -> Result<()> {
             bail!("{path}: publish the first version without --from: it is what the image holds")
         }
         Some(found) => {
-            found.refuse_elsewhere("disks stand on layers")?;
+            ensure!(
+                found.is_directory,
+                "{path}: serve it with its keys tier and repository: `vmstrata snapshot create` then publishes a version"
+            );
             let is_there = |(info, _): &(SnapshotInfo, Pin)| info.name == args.version;
             ensure!(
                 !snapshots(&*found.repository)?.iter().any(is_there),

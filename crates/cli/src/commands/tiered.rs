@@ -1,6 +1,7 @@
 //! Tiered disks as commands name them: a state is a layer of the repository, and what changes the disk goes through its server.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,11 +10,11 @@ use anyhow::{Context as _, Result, bail, ensure};
 use serde::Serialize;
 use tempfile::TempDir;
 use vmstrata_disk::snapshot::{SnapshotInfo, is_snapshot_name, now_ns};
-use vmstrata_disk::{CreateOptions, create};
+use vmstrata_disk::{CreateOptions, create, create_on, directory_of};
 use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_tier::{
-    DiskAddress, DiskState, Epoch, Head, Pin, Purpose, fetch, find_state, forget, is_object_name, newest,
-    repository_of, snapshots,
+    Cache, CachedFiles, DiskAddress, DiskState, Epoch, Head, LayerDirectory, OnMissing, Pin, Purpose, Remote,
+    fetch, find_state, forget, is_object_name, newest, repository_of, snapshots, stand_in,
 };
 use vmstrata_types::{path_to_text, time};
 
@@ -45,6 +46,17 @@ impl Found {
     /// The newest layer of a disk.
     pub fn top_of(&self, state: &DiskState) -> PathBuf {
         self.name.join(state.newest().layer_name().as_str())
+    }
+
+    /// The path by which the image at `path` knows the newest layer of a disk.
+    fn known_as(&self, state: &DiskState, path: &Path) -> Result<PathBuf> {
+        if self.is_directory {
+            return Ok(std::path::absolute(self.top_of(state))?);
+        }
+        let directory = std::path::absolute(directory_of(path))?.canonicalize()?;
+        let stand_in = stand_in(&directory, &path_to_text(&self.name));
+        fs::create_dir_all(&stand_in).with_context(|| stand_in.display().to_string())?;
+        Ok(stand_in.join(state.newest().layer_name().as_str()))
     }
 
     /// What commands call one of its disks.
@@ -421,9 +433,8 @@ pub fn delete(args: &SnapshotDeleteArgs, found: &Found) -> Result<()> {
 /// Clones a snapshot of a tiered disk. Returns the clone's backing file.
 ///
 /// # Errors
-/// No such snapshot; a file that is there; a repository in no directory; whatever the host or the repository reports.
+/// No such snapshot; a file that is there; whatever the host or the repository reports.
 pub fn clone(args: &SnapshotCloneArgs, found: &Found) -> Result<PathBuf> {
-    found.refuse_elsewhere("clones stand on layers")?;
     let named = pin_of(found, &args.disk, &args.name)?;
     clone_of(&named, found, &args.output, !args.overlay.no_subclusters)
 }
@@ -436,13 +447,34 @@ pub fn clone_of(named: &Pin, found: &Found, output: &Path, subclusters: bool) ->
     let repository = &*found.repository;
     ensure!(output.symlink_metadata().is_err(), "{}: exists already", output.display());
     let state = found.state_of(&named.epoch)?;
-    let layer = std::path::absolute(found.top_of(state))?;
+    let layer = found.known_as(state, output)?;
     let pin = named.again(repository, &reader_of(output))?;
-    if let Err(error) = create(output, &CreateOptions::overlay(layer.clone(), state.size, subclusters)) {
+    let options = CreateOptions::overlay(layer.clone(), state.size, subclusters);
+    let made = match found.is_directory {
+        true => create(output, &options).map_err(Into::into),
+        false => create_elsewhere(output, &options, found, (state, &layer)),
+    };
+    if let Err(error) = made {
         pin.release(repository)?;
-        return Err(error.into());
+        return Err(error);
     }
     Ok(layer)
+}
+
+/// Makes an overlay on a layer that is no file: its header comes from the repository.
+fn create_elsewhere(
+    output: &Path,
+    options: &CreateOptions,
+    found: &Found,
+    (state, layer): (&DiskState, &Path),
+) -> Result<()> {
+    let empty = TempDir::new()?;
+    let cache = Cache::beside(empty.path())?;
+    let (remote, files) =
+        (Remote::new(&cache, found.repository.clone(), OnMissing::Wait), CachedFiles::default());
+    let directory = LayerDirectory { path: &directory_of(layer), indices: empty.path() };
+    files.add(directory, &remote, &state.objects)?;
+    Ok(create_on(output, options, &files)?)
 }
 
 /// What keeps a snapshot of a tiered disk.

@@ -145,6 +145,50 @@ pub fn its_states_are_named_read_and_gone_back_to(far: &Far, server: &Server) {
     run_ok(["tier", "branches", &far.address, "--tier", &tier, "--drop", name, "--yes"]);
 }
 
+pub fn clones_stand_on_a_named_state(far: &Far, server: &Server) {
+    server.ask_ok(["snapshot", "create", "web", "--name", "v1"]);
+    let [base, model, host] = ["v1.qcow2", "desk1-model.qcow2", "desks"].map(|name| far.images.name(name));
+    fs::copy(&far.model, &base).unwrap();
+    fs::copy(&far.model, &model).unwrap();
+    far.write(server, "write -P 21 4M 64k");
+    server.ask_ok(["tier", "sync", "web"]);
+
+    let (mut args, nbd) = (Vec::new(), format!("unix:{},rw", far.images.name("desks.sock")));
+    for desk in ["desk0", "desk1"] {
+        let path = far.images.name(&format!("{desk}.qcow2"));
+        run_ok(["snapshot", "clone", &format!("{}@v1", far.address), "-o", &path]);
+        let disk = format!("path={path},replica={host},repository={}", far.address);
+        args.extend(["--disk".to_owned(), disk]);
+    }
+    args.extend(["--nbd".to_owned(), nbd]);
+    let serve = || Server::start(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let is_as = |server: &Server, desk: &str, model: &str| {
+        tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &server.uri(desk), model]);
+    };
+
+    let desks = serve();
+    is_as(&desks, "desk0", &base);
+    let write = "write -P 22 4100k 12k";
+    tool_ok("qemu-io", ["-f", "raw", "-c", write, "-c", "flush", &desks.uri("desk1")]);
+    tool_ok("qemu-io", ["-f", "qcow2", "-c", write, &model]);
+    desks.ask_ok(["snapshot", "create", "desk1", "--name", "own"]);
+    desks.ask_ok(["replica", "fill", "desk0"]);
+    let list: Value = serde_json::from_str(&desks.ask_ok(["replica", "list", "desk0", "--json"])).unwrap();
+    for layer in list["replicas"][0]["layers"].as_array().unwrap() {
+        assert_eq!(layer["kept_bytes"], layer["bytes"], "{list}");
+    }
+    assert!(desks.stop().success());
+
+    let desks = serve();
+    is_as(&desks, "desk0", &base);
+    is_as(&desks, "desk1", &model);
+    assert!(desks.stop().success());
+    let elsewhere =
+        args[1].replace(&far.address, &format!("{}-other", far.address.split('?').next().unwrap()));
+    let refused = run_err(1, ["serve", "--disk", &elsewhere, "--nbd", &args[5]]);
+    assert!(refused.contains("web-other"), "{refused}");
+}
+
 pub fn who_serves_it_and_was_taken_over_is_fenced(far: &Far, server: Server) {
     run_ok(far.takeover("c", &["--yes"]));
     tool_ok("qemu-io", ["-f", "raw", "-c", "write -P 2 0 64k", &server.uri("web")]);
@@ -167,7 +211,6 @@ pub fn what_needs_a_directory_is_refused_by_name(far: &Far) {
     let (address, tier) = (&*far.address, far.images.name("c"));
     for args in [
         &["tier", "detach", address, "--tier", &tier, "--yes"][..],
-        &["snapshot", "clone", address, "mon", "-o", "clone.qcow2"],
         &["map", address],
         &["info", address],
         &["check", address],

@@ -14,10 +14,13 @@ use vmstrata_qcow2::snapshot::{MAX_TABLE_LEN, Snapshot, parse_table};
 use vmstrata_qcow2::{Autoclear, Header, ParseErrorKind};
 use vmstrata_store::{FileError, FileId, Gate, LocalFile, LockKind, check_free};
 
-use crate::chain::{OpenOptions, Top, backing_of, open_layer, resolve_name, walk};
+use crate::chain::{
+    OpenOptions, Top, backing_of, despite_merges, open_layer, open_top, resolve_name, walk, walk_below,
+};
 use crate::error::{Error, IoContext as _, Result};
 use crate::layer::Format;
-use crate::opener::{LocalFiles, Role};
+use crate::names::is_published;
+use crate::opener::{LocalFiles, Role, directory_of};
 
 /// What the file of one layer says of itself.
 #[derive(Clone, Debug)]
@@ -56,8 +59,46 @@ pub fn probe_chain(path: &Path, options: &OpenOptions) -> Result<Vec<LayerHead>>
     Ok(heads)
 }
 
+/// The newest published layer that the disk at `path` stands on, which need not be within reach; `None` if it stands on none.
+///
+/// # Errors
+/// As [`probe_chain`], of the layers above it; a directory that is not there, or not allowed.
+pub fn published_below(path: &Path, options: &OpenOptions) -> Result<Option<PathBuf>> {
+    let (_, newest) = walk_own(path, options, |_| Ok(()))?;
+    if let Some(layer) = &newest {
+        let directory = directory_of(layer).canonicalize().while_trying("find the directory");
+        let resolved = directory.map_err(|e| e.in_file(layer))?.join(layer.file_name().unwrap_or_default());
+        options.gate(path)?.check(layer, &resolved)?;
+    }
+    Ok(newest)
+}
+
+/// Looks at the top of a chain, and has `keep` see each layer below it down to the published ones, of which the newest one's path is returned.
+fn walk_own(
+    path: &Path,
+    options: &OpenOptions,
+    mut keep: impl FnMut(&Top) -> Result<()>,
+) -> Result<(Top, Option<PathBuf>)> {
+    let published = |file: &Top| -> Result<Option<PathBuf>> {
+        let backing = backing_of(&file.path, file.head.as_ref())?.map(|(path, _)| path);
+        Ok(backing.filter(|path| is_published(path)))
+    };
+    despite_merges(|| {
+        let top = open_top(path, Role::Inspected, options, &*options.opener)?;
+        let mut newest = published(&top)?;
+        if newest.is_none() {
+            walk_below(path, &top, options, Role::Inspected, &*options.opener, |layer| {
+                keep(&layer)?;
+                newest = published(&layer)?;
+                Ok(newest.is_none().then_some(()))
+            })?;
+        }
+        Ok((top, newest))
+    })
+}
+
 /// Makes sure that none of the chain's files is locked against [`crate::Disk::open`] now, but for those that `passes`: who
-/// holds them will have let go by then. Takes no lock.
+/// holds them will have let go by then. Published layers have no writers. Takes no lock.
 ///
 /// # Errors
 /// As [`probe_chain`]; a file that is in use.
@@ -70,7 +111,7 @@ pub fn check_locks(path: &Path, options: &OpenOptions, passes: impl Fn(FileId) -
         };
         check_free(fd, &file.path, kind).map_err(|error| FileError::from(error).into())
     };
-    let (top, _) = walk(path, options, &*options.opener, |layer| check(&layer, LockKind::Frozen))?;
+    let (top, _) = walk_own(path, options, |layer| check(layer, LockKind::Frozen))?;
     check(&top, if options.read_only { LockKind::Frozen } else { LockKind::Active })
 }
 

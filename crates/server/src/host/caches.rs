@@ -60,17 +60,13 @@ impl Caches {
         Ok(Elsewhere::new(repository, &self.cache(tier)?, Arc::clone(&self.files), on_missing))
     }
 
-    /// Has what a chain has in repositories read through a cache.
+    /// Has the published layers of a chain read through a cache, of which the newest one's path is `newest`.
     ///
     /// # Errors
     /// As [`Caches::elsewhere`].
-    pub(super) fn read_through<'a>(
-        &self,
-        chain: impl Iterator<Item = &'a Path>,
-        asked: &ReplicaSpec,
-    ) -> Result<(), Error> {
-        let cache = self.cache(&asked.dir)?;
-        Ok(read_through(&self.files, chain, &cache, asked.on_missing, BOOT)?)
+    pub(super) fn read_through(&self, newest: &Path, asked: &ReplicaSpec) -> Result<(), Error> {
+        let through = (&self.cache(&asked.dir)?, asked.on_missing);
+        Ok(read_through(&self.files, newest, asked.repository.as_ref(), through, BOOT)?)
     }
 
     /// The layers of a disk that are read through a cache.

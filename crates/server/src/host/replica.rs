@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use vmstrata_api::{self as api, ChangedBy, JobSpec, JobStatus};
-use vmstrata_disk::{Disk, OpenOptions, probe_chain};
+use vmstrata_disk::{Disk, OpenOptions, published_below};
 use vmstrata_tier::{LayerReplica, Replica};
 use vmstrata_types::path_to_text;
 
@@ -15,7 +15,7 @@ use crate::jobs::{REPLICA_FILL, REPLICA_SCRUB, ReplicaWalk};
 use crate::spec::ReplicaSpec;
 
 impl Host {
-    /// Has what a chain has in repositories read through the cache in the disk's directory.
+    /// Has what a chain has in a repository read through the cache in the disk's directory.
     ///
     /// # Errors
     /// A chain or a repository that cannot be read; a cache that cannot be used.
@@ -25,8 +25,10 @@ impl Host {
         options: &OpenOptions,
         asked: &ReplicaSpec,
     ) -> Result<(), Error> {
-        let chain = probe_chain(image, options)?;
-        self.caches.read_through(chain.iter().map(|layer| layer.path.as_path()), asked)
+        match published_below(image, options)? {
+            Some(newest) => self.caches.read_through(&newest, asked),
+            None => Ok(()),
+        }
     }
 
     /// What is here of each disk's layers.

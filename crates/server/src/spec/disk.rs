@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use vmstrata_api as api;
 use vmstrata_disk::snapshot::{Keep, is_snapshot_name};
-use vmstrata_disk::{DetectZeroes, Format, Limits};
+use vmstrata_disk::{DetectZeroes, Format, Limits, directory_of};
 use vmstrata_nbd::Uri;
 use vmstrata_store::CacheMode;
 use vmstrata_tier::{
-    DurableAt, OnMissing, OnOutage, RepositoryAddress, TierOptions, Wire, age_of, is_group_name,
+    DurableAt, OnMissing, OnOutage, RepositoryAddress, TierOptions, Wire, age_of, is_group_name, stand_in,
 };
 use vmstrata_types::{path_from_text, path_to_text};
 
@@ -60,6 +60,8 @@ pub struct DiskSpec {
 pub struct ReplicaSpec {
     /// The directory on this host that has what was read.
     pub dir: PathBuf,
+    /// The repository that has the layers, unless that is their directory.
+    pub repository: Option<RepositoryAddress>,
     /// What becomes of reads while the repository does not answer.
     pub on_missing: OnMissing,
 }
@@ -76,8 +78,17 @@ impl ReplicaSpec {
             return Err(SpecError::NoReplica { key });
         }
         let on_missing = asked.on_missing.as_deref().map_or(Ok(OnMissing::Wait), parse_on_missing)?;
-        Ok(Some(Self { dir: path_from_text(dir), on_missing }))
+        Ok(Some(Self { dir: path_from_text(dir), repository: repository_of(asked)?, on_missing }))
     }
+}
+
+/// The repository that is named by its address.
+fn repository_of(asked: &api::DiskSpec) -> Result<Option<RepositoryAddress>, SpecError> {
+    let address = |text: &String| {
+        let parsed = RepositoryAddress::parse(text);
+        parsed.map_err(|error| SpecError::Repository { text: text.clone(), why: error.source.to_string() })
+    };
+    asked.repository.as_ref().map(address).transpose()
 }
 
 /// A disk of this host alone.
@@ -154,7 +165,7 @@ impl TierSpec {
         let Some(dir) = &asked.tier else {
             let keys = [
                 ("group", asked.group.is_some()),
-                ("repository", asked.repository.is_some()),
+                ("repository", asked.repository.is_some() && asked.replica.is_none()),
                 ("window", asked.window.is_some()),
                 ("epochs", asked.epochs.is_some()),
                 ("on-missing", asked.on_missing.is_some() && asked.replica.is_none()),
@@ -178,12 +189,6 @@ impl TierSpec {
         if let Some(group) = asked.group.as_ref().filter(|group| !is_group_name(group)) {
             return Err(SpecError::Group { group: group.clone() });
         }
-        let address = |text: &String| {
-            let parsed = RepositoryAddress::parse(text);
-            parsed
-                .map_err(|error| SpecError::Repository { text: text.clone(), why: error.source.to_string() })
-        };
-        let repository = asked.repository.as_ref().map(address).transpose()?;
         let window = asked.window.map(Duration::from_secs);
         let [shortest, longest] = TierOptions::WINDOWS;
         if let Some(window) = window.filter(|window| !(shortest..=longest).contains(window)) {
@@ -197,7 +202,7 @@ impl TierSpec {
         Ok(Some(Self {
             dir: path_from_text(dir),
             group: asked.group.clone(),
-            repository,
+            repository: repository_of(asked)?,
             window,
             epochs,
             on_missing,
@@ -400,11 +405,7 @@ impl From<&DiskSpec> for api::DiskSpec {
             limits: shown_limits(spec.limits),
             tier: spec.tier.as_ref().map(|tier| path_to_text(&tier.dir)),
             group: spec.tier.as_ref().and_then(|tier| tier.group.clone()),
-            repository: spec
-                .tier
-                .as_ref()
-                .and_then(|tier| tier.repository.as_ref())
-                .map(RepositoryAddress::to_string),
+            repository: spec.repository().map(RepositoryAddress::to_string),
             window: spec.tier.as_ref().and_then(|tier| tier.window).map(|window| window.as_secs()),
             epochs: spec
                 .tier
@@ -459,6 +460,18 @@ impl DiskSpec {
     /// What its guest has it for.
     pub(crate) fn role(&self) -> api::DiskRole {
         self.local.map(|local| local.role).unwrap_or_default()
+    }
+
+    /// The address of the repository that has its layers, or those that it stands on.
+    fn repository(&self) -> Option<&RepositoryAddress> {
+        let of_tier = self.tier.as_ref().and_then(|tier| tier.repository.as_ref());
+        of_tier.or(self.replica.as_ref().and_then(|replica| replica.repository.as_ref()))
+    }
+
+    /// The directory by whose name the disk knows the layers that it stands on, where their repository is no directory.
+    pub(crate) fn stand_in(&self) -> Option<PathBuf> {
+        let repository = self.replica.as_ref()?.repository.as_ref()?;
+        Some(stand_in(&directory_of(&self.path), &repository.place()))
     }
 
     /// What becomes of its reads while a repository does not answer.
@@ -600,6 +613,7 @@ mod tests {
             api::DiskSpec { epochs: text("2h"), ..tiered("/var/lib/vmstrata", None) },
             api::DiskSpec { on_missing: text("error:7"), ..tiered("/var/lib/vmstrata", None) },
             api::DiskSpec { on_missing: text("error:7"), ..with_replica() },
+            api::DiskSpec { repository: text("s3://vms/golden"), ..with_replica() },
             api::DiskSpec {
                 on_outage: api::OnOutage::Stall,
                 outage_bytes: Some(1 << 30),
