@@ -153,6 +153,32 @@ fn periodic_snapshots_go_on_without_the_guest_and_keep_what_the_rules_say() {
     assert!(tool_json("qemu-img", ["info", "-U", "--output=json", &disk])["format"] == "qcow2");
 }
 
+/// Its memory alone would go on with what is in the swap by then.
+#[test]
+fn a_machine_with_swap_of_its_own_is_not_taken() {
+    let images = Images::new();
+    let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
+    images.create("web.qcow2", &["16M"]);
+    let [disk, swap, nbd] = ["web.qcow2", "swap.img", "nbd.sock"].map(|file| images.name(file));
+    let (web, swap) = (format!("path={disk}"), format!("path={swap},role=swap,size=16M"));
+    let server = Server::start(&["--disk", &web, "--disk", &swap, "--nbd", &format!("unix:{nbd},rw")]);
+    let export =
+        |name: &str| format!("driver=nbd,node-name={name},export={name},server.type=unix,server.path={nbd}");
+    let devices = ["-blockdev", &export("web"), "-device", "virtio-blk-pci,drive=web"];
+    let swap = ["-blockdev", &export("swap"), "-device", "virtio-blk-pci,drive=swap"];
+    let machine =
+        Machine::start(&memory.path().join("memory"), images.path("qmp"), &[devices, swap].concat());
+    let mut take = snapshot(&images, &machine.monitor);
+    let taken =
+        take.env("VMSTRATA_CONTROL", server.control()).args(["--name", "mon"]).output().expect("runs");
+    assert!(!taken.status.success() && stderr(&taken).contains("swap"), "{}", stderr(&taken));
+    assert!(names(&vm_list(&images)).is_empty());
+    assert!(server.ask_ok(["snapshot", "list", &disk]).contains("no snapshots"));
+    let mut qmp = Qmp::connect(&machine.monitor, Duration::from_secs(20)).expect("answers");
+    let status: Value = qmp.ask("query-status", json!({})).expect("tells");
+    assert_eq!(status["status"], "running");
+}
+
 #[test]
 fn periodic_snapshots_go_on_after_the_program_was_replaced() {
     let images = Images::new();
