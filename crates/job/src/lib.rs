@@ -58,6 +58,8 @@ pub enum Next<A> {
 pub struct Step {
     /// Bytes written, which the speed limit is about.
     pub bytes: u64,
+    /// Bytes that did not have to be written or fetched, as this host had them.
+    pub local_bytes: u64,
     /// Files removed.
     pub removed_files: u64,
     /// Bytes of storage that are free by that.
@@ -245,6 +247,7 @@ impl Job {
         progress.total = total;
         progress.done += u64::from(!step.is_part);
         progress.did.bytes += step.bytes;
+        progress.did.local_bytes += step.local_bytes;
         progress.did.removed_files += step.removed_files;
         progress.did.freed_bytes += step.freed_bytes;
         if let Some(failure) = step.failure {

@@ -52,7 +52,7 @@ const REST: Duration = Duration::from_millis(10);
 /// Host clusters written at once.
 const BATCH: usize = 8;
 /// L2 tables read, or runs of allocation asked for, before it is checked how many clusters there are.
-const TABLES_AT_ONCE: u64 = 64;
+pub(crate) const TABLES_AT_ONCE: u64 = 64;
 const EXTENTS_AT_ONCE: usize = 4096;
 
 /// Ships the state of a disk whose newest layer is the frozen file `state`: that layer alone, to stand on the layer `below`, or

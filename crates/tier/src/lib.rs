@@ -31,6 +31,7 @@
 //! | `boot`, `ahead` | what guests read when they start, and that it comes ahead of them |
 //! | [`replica`](Replica) | the layers of one disk in the cache: filled, proved again, pinned, given up |
 //! | `companion` | what lies beside a layer: digests, and its tables packed |
+//! | `compose` | chunks of layers, made from an image on this host |
 //!
 //! Invariants: two processes never publish one disk; a head names complete layers only; what a claim takes over is what was
 //! published last; what the newest head, a pin, or a head of the last ten minutes names is there.
@@ -46,6 +47,7 @@ mod branch;
 mod cache;
 mod cached_files;
 mod companion;
+mod compose;
 mod copies;
 mod cuts;
 mod dense;
@@ -107,7 +109,7 @@ pub use pin::{Pin, Purpose};
 pub use place::{CACHE_NAME, Place, stand_in};
 pub use publisher::{Claim, Publisher};
 pub use remote::{CachedLayer, OnMissing, Remote};
-pub use replica::{LayerReplica, Replica, Walk, read_through};
+pub use replica::{LayerReplica, Passed, Replica, Walk, read_through};
 pub use states::{age_of, find_snapshot, find_state, forget, open_state, snapshots, snapshots_of};
 pub use status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
 pub use tiered::{TakenState, Tiered};

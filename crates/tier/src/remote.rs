@@ -320,7 +320,7 @@ impl Job {
         let (remote, cached) = (&layer.remote, &layer.cached);
         let mut pause = PAUSE_MIN;
         loop {
-            let fetched = layer.bring(chunk);
+            let fetched = layer.bring(chunk, None);
             let failure = match &fetched {
                 Err(failure) if failure.kind != io::ErrorKind::InvalidData => Some(failure),
                 _ => None,
@@ -342,11 +342,11 @@ impl Job {
 }
 
 impl Far {
-    /// Brings a chunk here that nobody else brings, if this host can keep it.
+    /// Brings a chunk here that nobody else brings, if this host can keep it. Nothing is fetched for bytes that were `proved`.
     ///
     /// # Errors
     /// `InvalidData` for other bytes than were shipped; else it may come later.
-    fn bring(&self, chunk: usize) -> Result<Fetched, Failure> {
+    fn bring(&self, chunk: usize, proved: Option<Vec<u8>>) -> Result<Fetched, Failure> {
         let cache = &self.remote.cache;
         if !cache.is_own() {
             return Ok(Fetched::NotKept);
@@ -356,26 +356,34 @@ impl Far {
             return Ok(Fetched::Here);
         }
         let mut left = if claimed == Claimed::Found { Settled::Found } else { Settled::Missing };
-        let brought = self.bring_claimed(chunk, &mut left);
+        let brought = self.bring_claimed(chunk, &mut left, proved);
         let settled = if matches!(brought, Ok(Fetched::Here)) { Settled::Here } else { left };
         cache.settle(&self.cached, chunk, claimed, settled);
         brought
     }
 
     /// Brings a chunk of whose place in the file `left` says what it has.
-    fn bring_claimed(&self, chunk: usize, left: &mut Settled) -> Result<Fetched, Failure> {
+    fn bring_claimed(
+        &self,
+        chunk: usize,
+        left: &mut Settled,
+        proved: Option<Vec<u8>>,
+    ) -> Result<Fetched, Failure> {
         let cache = &self.remote.cache;
-        let companion = self.remote.companion(&self.object, &self.cached)?;
         let at = Cached::place_of(chunk);
-        let mut bytes = vec![0; self.cached.chunk_len(chunk) as usize];
         let may_be_there = *left == Settled::Found;
-        let is_found = may_be_there && self.file.read_exact(&mut bytes, at).is_ok();
-        if is_found && companion.digests.prove(chunk, &bytes) {
-            return Ok(Fetched::Here);
-        }
-        let is_table = companion.unpack(chunk, &mut bytes);
-        if !is_table {
-            self.fetch(chunk, &companion, &mut bytes)?;
+        let (mut is_table, is_proved) = (false, proved.is_some());
+        let mut bytes = proved.unwrap_or_else(|| vec![0; self.cached.chunk_len(chunk) as usize]);
+        if !is_proved {
+            let companion = self.remote.companion(&self.object, &self.cached)?;
+            let is_found = may_be_there && self.file.read_exact(&mut bytes, at).is_ok();
+            if is_found && companion.digests.prove(chunk, &bytes) {
+                return Ok(Fetched::Here);
+            }
+            is_table = companion.unpack(chunk, &mut bytes);
+            if !is_table {
+                self.fetch(chunk, &companion, &mut bytes)?;
+            }
         }
         *left = Settled::Found;
         // Of tables, most is a hole and stays one.
@@ -511,6 +519,32 @@ impl CachedLayer {
     /// Where it comes from.
     pub(crate) fn remote(&self) -> &Arc<Remote> {
         &self.0.remote
+    }
+
+    /// The same layer, of which reads wait so long.
+    ///
+    /// # Errors
+    /// As [`Remote::layer`].
+    pub(crate) fn with_patience(&self, patience: OnMissing) -> Result<Self> {
+        let Remote { cache, repository, .. } = &**self.remote();
+        Remote::new(cache, Arc::clone(repository), patience).layer(self.object())
+    }
+
+    /// Takes the bytes of a chunk from this host, if they are what was shipped; whether the chunk is here by that. Does not wait.
+    pub(crate) fn take(&self, chunk: usize, bytes: Vec<u8>) -> bool {
+        let Far { cached, remote, .. } = &*self.0;
+        let is_right = |companion: Arc<Companion>| companion.digests.prove(chunk, &bytes);
+        if !cached.companion(|| Err(())).is_ok_and(is_right) || !cached.begin(chunk) {
+            return false;
+        }
+        if remote.cache.is_closed() {
+            // As in `fetch_within`.
+            cached.answer(chunk, Err(&Failure::closed()));
+            return false;
+        }
+        let brought = self.0.bring(chunk, Some(bytes));
+        cached.answer(chunk, brought.as_ref().copied());
+        matches!(brought, Ok(Fetched::Here))
     }
 
     /// Reads a chunk that is here once more, from the cache's device; false if that has other bytes, which are not here any more. One that is not here

@@ -4,7 +4,8 @@
 //!   /nas/desk7.qcow2 ──► /nas/golden.qcow2.tier/ID.qcow2 ──► ···         a clone, and the base that all clones share
 //!                                    │ read through
 //!                                    ▼
-//!                        the host's cache: ID.chunks                     filled by reads, or all of it by `Walk`
+//!                        the host's cache: ID.chunks                     filled by reads, or all of it by `Walk`,
+//!                                                                        from an image as far as that has it
 //! ```
 
 use std::collections::BTreeMap;
@@ -14,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use vmstrata_disk::Disk;
 use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_store::Fetched;
 use vmstrata_types::HostOffset;
@@ -21,6 +23,7 @@ use vmstrata_types::HostOffset;
 use crate::ahead;
 use crate::cache::{Cache, Cached};
 use crate::cached_files::{CachedFiles, LayerDirectory};
+use crate::compose::Composer;
 use crate::digests::CHUNK;
 use crate::elsewhere::RepositoryAddress;
 use crate::error::{Error, Result};
@@ -121,7 +124,17 @@ impl Replica {
         for (cache, layers) in self.by_cache() {
             cache.check_fill(&layers)?;
         }
-        Ok(Walk::new(self, Task::Fill))
+        Ok(Walk::new(self, Task::Fill(None)))
+    }
+
+    /// As [`Replica::fill`], but what `image` has of the layers' content is taken from there.
+    ///
+    /// # Errors
+    /// As there; a host without threads.
+    pub fn fill_from(self, image: Arc<Disk>) -> Result<Walk> {
+        let mut walk = self.fill()?;
+        walk.task = Task::Fill(Some(Composer::new(image, &walk.replica.layers, PATIENCE)?));
+        Ok(walk)
     }
 
     /// Compares all that is here with its digests, from the cache's device, and fetches again what is not right.
@@ -140,10 +153,22 @@ impl Replica {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 enum Task {
-    Fill,
+    /// From an image, perhaps.
+    Fill(Option<Composer>),
     Scrub,
+}
+
+/// What a step of a walk did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Passed {
+    /// Bytes that were read from the repository, or the cache's device.
+    pub read_bytes: u64,
+    /// Bytes that an image had.
+    pub image_bytes: u64,
+    /// Whether the next step goes on with the same chunks.
+    pub is_part: bool,
 }
 
 /// A walk over all chunks of a replica, step by step.
@@ -153,6 +178,8 @@ pub struct Walk {
     task: Task,
     /// The next chunk: of which layer, and which.
     at: (usize, usize),
+    /// Bytes of an image that no step has counted yet.
+    image_bytes: u64,
 }
 
 impl Walk {
@@ -160,7 +187,7 @@ impl Walk {
     pub const STEP: u64 = TOGETHER as u64 * CHUNK;
 
     fn new(replica: Replica, task: Task) -> Self {
-        Self { replica, task, at: (0, 0) }
+        Self { replica, task, at: (0, 0), image_bytes: 0 }
     }
 
     /// How many steps there are.
@@ -168,12 +195,12 @@ impl Walk {
         self.replica.layers.iter().map(|layer| layer.bytes().div_ceil(Self::STEP)).sum()
     }
 
-    /// Passes the next few chunks; `None` at the end. Returns the bytes that were read for that, from the repository or the cache's device.
+    /// Passes the next few chunks, or prepares to; `None` at the end.
     ///
     /// # Errors
     /// `InvalidData` for other bytes than were shipped. A repository that does not answer, a cache that cannot be written: the step can be tried
     /// again.
-    pub fn step(&mut self) -> io::Result<Option<u64>> {
+    pub fn step(&mut self) -> io::Result<Option<Passed>> {
         let layer = loop {
             let Some(layer) = self.replica.layers.get(self.at.0) else { return Ok(None) };
             if self.at.1 < layer.cached().chunk_count() {
@@ -182,19 +209,45 @@ impl Walk {
             self.at = (self.at.0 + 1, 0);
         };
         let end = (self.at.1 + TOGETHER).min(layer.cached().chunk_count());
-        let read = match self.task {
-            Task::Fill => fill(layer, self.at.1..end)?,
+        let read_bytes = match &mut self.task {
+            Task::Fill(composer) => {
+                if let Some(composer) = composer {
+                    if !composer.is_ready(self.at.0) {
+                        let before = layer.cached().kept_bytes();
+                        composer.read_tables(self.at.0, layer)?;
+                        let read_bytes = layer.cached().kept_bytes().saturating_sub(before);
+                        return Ok(Some(Passed { read_bytes, is_part: true, ..Passed::default() }));
+                    }
+                    self.image_bytes += take(composer, layer, self.at.1..end);
+                }
+                fill(layer, self.at.1..end)?
+            }
             Task::Scrub => scrub(layer, self.at.1..end)?,
         };
         self.at.1 = end;
-        Ok(Some(read))
+        let image_bytes = std::mem::take(&mut self.image_bytes);
+        Ok(Some(Passed { read_bytes, image_bytes, is_part: false }))
     }
+}
+
+/// Takes what an image has of chunks; returns the bytes.
+fn take(composer: &mut Composer, layer: &CachedLayer, chunks: Range<usize>) -> u64 {
+    let cached = layer.cached();
+    let mut taken = 0;
+    for chunk in chunks.filter(|&chunk| cached.is_missing(chunk)) {
+        let composed = composer.compose(cached, chunk);
+        if composed.is_some_and(|bytes| layer.take(chunk, bytes)) {
+            taken += cached.chunk_len(chunk);
+        }
+    }
+    taken
 }
 
 fn fill(layer: &CachedLayer, chunks: Range<usize>) -> io::Result<u64> {
     let cached = layer.cached();
     let bytes = |chunk: usize| cached.chunk_len(chunk);
-    let absent = chunks.clone().filter(|&chunk| !cached.is_here(chunk)).map(bytes).sum();
+    // What the file may have is proved, and not fetched as a rule.
+    let absent = chunks.clone().filter(|&chunk| cached.is_missing(chunk)).map(bytes).sum();
     bring(layer, Cached::place_of(chunks.start), chunks.map(bytes).sum())?;
     Ok(absent)
 }

@@ -139,10 +139,15 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new() -> Self {
-        let (remote, host) = (scratch(), scratch());
-        let inner = DirectoryRepository::open(remote.path(), is_object_name).unwrap();
         let mut bytes = vec![0; LEN];
         random("layer", 0).fill(&mut bytes[..]);
+        Self::holding(bytes)
+    }
+
+    /// With a layer of these bytes.
+    pub(crate) fn holding(bytes: Vec<u8>) -> Self {
+        let (remote, host) = (scratch(), scratch());
+        let inner = DirectoryRepository::open(remote.path(), is_object_name).unwrap();
         let object = ship(&inner, 0, |shipment| shipment.put(&bytes)).unwrap();
         let (mood, changed, asked, reads) = (Mutex::new(Mood::Answers), Condvar::new(), 0.into(), 0.into());
         let link = Arc::new(Link { mood, changed, asked, reads });

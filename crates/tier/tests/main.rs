@@ -5,6 +5,7 @@ mod cache;
 mod cached_disk;
 #[path = "../../disk/tests/common/mod.rs"]
 mod common;
+mod compose;
 mod dense;
 mod detach;
 mod elsewhere;

@@ -14,15 +14,15 @@ use vmstrata_tier::{
 use vmstrata_types::HostOffset;
 
 /// A world whose layer a chain of the host names.
-struct Host {
-    world: World,
+pub(crate) struct Host {
+    pub(crate) world: World,
     cache: Arc<Cache>,
     files: CachedFiles,
     remote: Arc<Remote>,
 }
 
 impl Host {
-    fn new(world: World, budget: u64) -> Self {
+    pub(crate) fn new(world: World, budget: u64) -> Self {
         let cache = world.cache(budget);
         let remote = Remote::new(&cache, world.repository.clone(), OnMissing::Wait);
         let host = Self { files: CachedFiles::default(), cache, remote, world };
@@ -39,7 +39,7 @@ impl Host {
         self.world.remote.path().join(object.id.layer_name().as_str())
     }
 
-    fn replica(&self) -> Replica {
+    pub(crate) fn replica(&self) -> Replica {
         Replica::of(&self.files, [self.path(&self.world.object).as_path()]).unwrap()
     }
 
@@ -55,8 +55,13 @@ impl Host {
         self.replica().layers()[0].is_pinned
     }
 
-    fn check(&self) {
-        assert_same(&read(&self.layer(), 0, LEN).unwrap(), &self.world.bytes, 0, "through the cache");
+    pub(crate) fn check(&self) {
+        assert_same(
+            &read(&self.layer(), 0, self.world.bytes.len()).unwrap(),
+            &self.world.bytes,
+            0,
+            "through the cache",
+        );
     }
 
     /// The same after the process has ended.
@@ -72,8 +77,8 @@ impl Host {
 
 fn to_the_end(mut walk: Walk) -> u64 {
     let (mut read, mut steps) = (0, 0);
-    while let Some(bytes) = walk.step().unwrap() {
-        (read, steps) = (read + bytes, steps + 1);
+    while let Some(passed) = walk.step().unwrap() {
+        (read, steps) = (read + passed.read_bytes, steps + u64::from(!passed.is_part));
     }
     assert_eq!(steps, walk.steps());
     read
@@ -104,7 +109,7 @@ fn a_fill_waits_for_a_silent_repository_and_goes_on() {
     let error = walk.step().unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
     host.world.link.set(Mood::Answers);
-    assert!(walk.step().unwrap() <= Some(4 * CHUNK));
+    assert!(walk.step().unwrap().unwrap().read_bytes <= 4 * CHUNK);
     while walk.step().unwrap().is_some() {}
     host.check();
     // What was changed there is an error at once.

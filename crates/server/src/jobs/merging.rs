@@ -179,7 +179,7 @@ impl Work for Merging {
             removed_files: merged.removed.len() as u64,
             freed_bytes: merged.freed_bytes,
             failure: stays(&merged.kept),
-            is_part: false,
+            ..Step::default()
         })
     }
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use vmstrata_job::{Next, Step, Work};
-use vmstrata_tier::Walk;
+use vmstrata_tier::{Passed, Walk};
 
 use super::{Kind, Retry};
 use crate::error::Error;
@@ -55,11 +55,14 @@ impl Work for ReplicaWalk {
 
     fn apply(&mut self, (): (), _: u64) -> Result<Step, Error> {
         match self.walk.step() {
-            Ok(read) => {
+            Ok(Some(Passed { read_bytes, image_bytes, is_part })) => {
                 self.retry.worked();
-                self.is_done = read.is_none();
+                Ok(Step { bytes: read_bytes, local_bytes: image_bytes, is_part, ..Step::default() })
+            }
+            Ok(None) => {
+                self.is_done = true;
                 // The end is no step.
-                Ok(Step { bytes: read.unwrap_or(0), is_part: self.is_done, ..Step::default() })
+                Ok(Step { is_part: true, ..Step::default() })
             }
             Err(source) if source.kind() == io::ErrorKind::InvalidData => Err(Error::Replica { source }),
             Err(error) => Ok(self.retry.failed(error.to_string())),

@@ -1,10 +1,20 @@
-//! Waiters whose time is over are told.
+//! Waiters of chunks: who fetches one of them, and whose time is over.
 
 use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
-use super::Cache;
+use super::{Cache, Cached};
+
+impl Cached {
+    /// As [`Cached::wait`] for who waits for nothing: true for the first one, who has the chunk brought and answers the others.
+    pub(crate) fn begin(&self, chunk: usize) -> bool {
+        let mut waiting = self.waiting.lock();
+        let is_first = !waiting.contains_key(&chunk);
+        waiting.entry(chunk).or_default();
+        is_first
+    }
+}
 
 impl Cache {
     /// Sees to it that waiters whose time is over by then are told.
