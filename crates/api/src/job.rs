@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::{DurableAt, OnOutage, is_default};
+use crate::{DurableAt, Format, OnOutage, is_default};
 
 /// Work to begin.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -136,6 +136,14 @@ pub enum JobSpec {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[schema(pattern = "^([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9]$")]
         hours: Option<String>,
+        /// An image on the server's host: what it has of the layers' content is taken from there, and the rest fetched. It is read only. Its
+        /// backing files may lie in its own directory, or where the disk's may.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(min_length = 1, pattern = r"^/[^\x00]*$")]
+        from: Option<String>,
+        /// What that image is; its first bytes say it if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        format: Option<Format>,
     },
     /// Compare what this host keeps of a disk's layers in repositories with what they were, and fetch again what is not right.
     ReplicaScrub {
@@ -323,8 +331,11 @@ pub struct JobStatus {
     /// What a step is.
     #[schema(example = "layers")]
     pub unit: String,
-    /// Bytes written so far; of `tier_attach`, read.
+    /// Bytes written so far; of `tier_attach`, read; of `replica_fill`, fetched.
     pub bytes: u64,
+    /// Of `replica_fill`, bytes that an image on the host had; absent for other kinds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub local_bytes: Option<u64>,
     /// What it has removed so far; absent for a kind that removes nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub removed: Option<Removed>,

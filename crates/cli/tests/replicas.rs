@@ -1,5 +1,6 @@
 //! What a host keeps of a base in a repository, which several disks of it stand on.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
@@ -300,4 +301,97 @@ fn a_version_has_what_another_image_has_otherwise() {
     // What stands on it is not touched, also when the next version is published.
     run_ok(publish("v3", &[]));
     tool_ok("qemu-img", ["compare", "-F", "raw", &images.name("nas/v1.qcow2"), &v1]);
+}
+
+/// The layers in a repository.
+fn layers(repository: &Path) -> BTreeSet<PathBuf> {
+    let files = fs::read_dir(repository).unwrap().map(|entry| entry.unwrap().path());
+    files.filter(|file| file.extension().is_some_and(|suffix| suffix == "qcow2")).collect()
+}
+
+/// Changes the last byte of each whole chunk of a file, or changes it back: the header stays.
+fn flip_chunks(path: &Path) {
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    for at in (CHUNK - 1..file.metadata().unwrap().len()).step_by(CHUNK as usize) {
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+    }
+}
+
+/// Fills a disk's replica from an image; returns the bytes that were fetched, and those that the image had.
+fn fill_from(server: &Server, desk: &str, image: &str) -> [u64; 2] {
+    let said = server.ask_ok(["replica", "fill", desk, "--from", image, "--json"]);
+    let job: Value = serde_json::from_str(&said).unwrap();
+    ["bytes", "local_bytes"].map(|key| job[key].as_u64().unwrap_or_else(|| panic!("{job}")))
+}
+
+#[test]
+fn an_equally_patched_image_spares_the_wire_a_new_version() {
+    let nas = Nas::new();
+    let server = nas.serve(&[]);
+    server.ask_ok(["replica", "fill", "desk0"]);
+    assert!(server.stop().success());
+    let v1 = layers(&nas.repository()[0]);
+    let patch = ["write -P 90 1M 2M", "write -P 91 30M 4M", "write -z 6M 1M", "write -P 92 45M 12k"];
+    publish(&nas.images, "v2", &patch);
+    // The host applies the same patch to an image of its own, on a raw one.
+    let [raw, own, other] = ["model.raw", "own.qcow2", "other.qcow2"].map(|file| nas.images.name(file));
+    tool_ok("qemu-img", ["convert", "-O", "raw", &nas.model, &raw]);
+    tool_ok("qemu-img", ["create", "-q", "-f", "qcow2", "-b", &raw, "-F", "raw", &own]);
+    for write in patch {
+        tool_ok("qemu-io", ["-f", "qcow2", "-c", write, &own]);
+    }
+    tool_ok("qemu-img", ["convert", "-O", "qcow2", &own, &other]);
+    tool_ok("qemu-io", ["-f", "qcow2", "-c", "write -P 3 31M 64k", &other]);
+    let desk = nas.images.name("nas/desk3.qcow2");
+    run_ok(["snapshot", "clone", &format!("{}@v2", nas.images.name("nas/golden.qcow2")), "-o", &desk]);
+
+    // Of the new version, no chunk can be had from the NAS.
+    let v2: Vec<PathBuf> = layers(&nas.repository()[0]).difference(&v1).cloned().collect();
+    v2.iter().for_each(|layer| flip_chunks(layer));
+    let spec = format!("path={desk},replica={},backing={}", nas.images.name("host"), nas.images.name("nas"));
+    let server = nas.serve(&["--disk", &spec]);
+    let assert_as_patched =
+        || tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &server.uri("desk3"), &own]);
+    let [bytes, local] = fill_from(&server, "desk3", &own);
+    // Its tables, which lie packed beside it, may not have been here yet.
+    assert!(bytes <= 1 << 20 && local >= 6 << 20, "{bytes} fetched, {local} taken");
+    assert_eq!(fetched(&server), 0);
+    assert_as_patched();
+
+    // Where the image has something else, the NAS is asked.
+    v2.iter().for_each(|layer| flip_chunks(layer));
+    server.ask_ok(["replica", "drop", "desk3", "--yes"]);
+    let said = server.ask_ok(["replica", "fill", "desk3", "--from", &other]);
+    assert!(said.contains("fetched now") && said.contains(&format!("taken from {other}")), "{said}");
+    assert!(fetched(&server) > 0);
+    assert_as_patched();
+    for (image, why) in [(desk.as_str(), "already served as 'desk3'"), ("none.qcow2", "none.qcow2")] {
+        let refused = server.ask_err(["replica", "fill", "desk3", "--from", image]);
+        assert!(refused.contains(why), "{refused}");
+    }
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_base_that_was_made_anew_comes_from_the_layers_of_the_old_one() {
+    let nas = Nas::new();
+    // The same content, as a base of its own: one layer, in other clusters.
+    let [anew, old] = ["nas/anew.qcow2", "nas/old.qcow2"].map(|file| nas.images.name(file));
+    tool_ok("qemu-img", ["convert", "-O", "qcow2", "-o", "cluster_size=128k", &nas.model, &anew]);
+    run_ok(["base", "publish", &anew, "--version", "v1", "--tier", &nas.images.name("publisher")]);
+    let desk = nas.images.name("nas/desk3.qcow2");
+    run_ok(["snapshot", "clone", &format!("{anew}@v1"), "-o", &desk]);
+    run_ok(["snapshot", "clone", &format!("{}@v1", nas.images.name("nas/golden.qcow2")), "-o", &old]);
+    let spec = format!("path={desk},replica={},backing={}", nas.images.name("host"), nas.images.name("nas"));
+    let server = nas.serve(&["--disk", &spec]);
+    server.ask_ok(["replica", "fill", "desk0"]);
+    let before = fetched(&server);
+    let [_, local] = fill_from(&server, "desk3", &old);
+    assert!(local >= 7 << 20, "{local}");
+    // Chunks with tables.
+    assert!(fetched(&server) - before <= 3, "{} chunks", fetched(&server) - before);
+    nas.assert_as_base(&server, "desk3");
+    assert!(server.stop().success());
 }

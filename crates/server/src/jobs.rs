@@ -133,6 +133,7 @@ impl Entry {
             total: progress.total,
             unit: self.kind.unit.to_owned(),
             bytes: progress.did.bytes,
+            local_bytes: (*self.kind == REPLICA_FILL).then_some(progress.did.local_bytes),
             removed: self.kind.removes_files.then_some(Removed {
                 files: progress.did.removed_files,
                 freed_bytes: progress.did.freed_bytes,

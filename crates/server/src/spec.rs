@@ -27,7 +27,9 @@ use vmstrata_tier::{CACHE_BYTES_MIN, Wire};
 use vmstrata_types::path_from_text;
 
 pub use self::disk::{CloneOf, DiskSpec, LocalSpec, ReplicaSpec, StateError, TierSpec};
-pub(crate) use self::disk::{shown_detect_zeroes, shown_durability, shown_on_outage, shown_subclusters};
+pub(crate) use self::disk::{
+    format_of, shown_detect_zeroes, shown_durability, shown_on_outage, shown_subclusters,
+};
 pub(crate) use self::limits::{limits_of, shown_limits};
 pub use self::nbd::{NbdError, NbdSpec};
 pub(crate) use self::together::check_guests;
@@ -543,6 +545,13 @@ fn check_name(name: &str) -> Result<(), SpecError> {
 /// Refuses a path that no file can have.
 pub(crate) fn check_path(key: &'static str, path: &str) -> Result<(), SpecError> {
     if path.is_empty() || path.contains('\0') { Err(SpecError::Path { key }) } else { Ok(()) }
+}
+
+/// The path of a file that exists: a relative one would be seen from the server's directory.
+pub(crate) fn absolute(key: &'static str, path: &str) -> Result<PathBuf, SpecError> {
+    check_path(key, path)?;
+    let file = Some(path_from_text(path)).filter(|file| file.is_absolute());
+    file.ok_or_else(|| SpecError::Relative { path: path.to_owned() })
 }
 
 fn check_socket(path: &str) -> Result<(), SpecError> {

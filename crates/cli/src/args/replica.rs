@@ -1,5 +1,7 @@
 //! `vmstrata replica` on the command line.
 
+use std::path::PathBuf;
+
 use clap::{Args, Subcommand};
 
 use super::{ControlArgs, TierDiskArgs};
@@ -23,8 +25,9 @@ pub enum ReplicaCommand {
     List(ReplicaListArgs),
     /// Bring all of a disk's layers to this host, beside what guests read
     #[command(
-        after_help = "Examples:\n  vmstrata replica fill desk7\n  vmstrata replica fill desk7 --limit 50M --hours 22:00-06:00\n\nWhat is here is not fetched again, so a command that is \
-interrupted goes on when it is run again. It is refused where the cache is too small (--tier-cache): reads of other layers need 256 MiB of it."
+        after_help = "Examples:\n  vmstrata replica fill desk7\n  vmstrata replica fill desk7 --limit 50M --hours 22:00-06:00\n  vmstrata replica fill desk7 --from /builds/patched.qcow2\n\nWhat is here is not fetched again, so a command that is \
+interrupted goes on when it is run again. It is refused where the cache is too small (--tier-cache): reads of other layers need 256 MiB of it.\n\nWith --from, \
+a chunk is made from the image if that holds the same bytes of the disk: its digest decides. The server opens the image read-only, and no other process writes it meanwhile."
     )]
     Fill(ReplicaFillArgs),
     /// Keep what comes of a disk's layers on this host, whatever else is read
@@ -84,6 +87,12 @@ pub struct ReplicaFillArgs {
     /// Fetch only in these hours of the day, by the clock of the server's host, as in 22:00-06:00
     #[arg(long, value_name = "FROM-TO")]
     pub hours: Option<String>,
+    /// Take what this image on the host has of the layers' content from there, and fetch the rest
+    #[arg(long, value_name = "IMAGE")]
+    pub from: Option<PathBuf>,
+    /// What that image holds: qcow2 unless its name ends in .raw or .img
+    #[arg(long, value_name = "FORMAT", value_parser = crate::disk_spec::format_parser(), requires = "from")]
+    pub format: Option<vmstrata_disk::Format>,
 }
 
 /// `vmstrata replica scrub`

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Serialize;
 use vmstrata_disk::snapshot::{SnapshotInfo, is_snapshot_name, now_ns};
-use vmstrata_disk::{Disk, Format, OpenOptions, Resources, Shrink};
+use vmstrata_disk::{Disk, OpenOptions, Resources, Shrink};
 use vmstrata_store::{Segment, is_zero};
 use vmstrata_tier::{Pin, Place, Purpose, TierOptions, Tiered, forget, snapshots, snapshots_of};
 use vmstrata_types::{GuestOffset, GuestRange, path_to_text, time};
@@ -21,6 +21,7 @@ use super::snapshot::resources;
 use super::tiered::{Found, repository_at, tiered};
 use crate::args::{BaseArgs, BaseCommand, BaseListArgs, BasePublishArgs, BaseRetireArgs};
 use crate::audit;
+use crate::disk_spec::format_by_name;
 use crate::output::{Table, answer};
 use crate::units::short_size;
 
@@ -113,8 +114,7 @@ fn publish_open(
 ) -> Result<u64> {
     let mut written = 0;
     if let Some(from) = &args.from {
-        let is_raw = from.extension().is_some_and(|suffix| suffix == "raw" || suffix == "img");
-        let format = args.format.unwrap_or(if is_raw { Format::Raw } else { Format::Qcow2 });
+        let format = args.format.unwrap_or_else(|| format_by_name(from));
         let allow_backing = args.access.backing.allow_backing.clone();
         let open =
             OpenOptions { read_only: true, allow_backing, format: Some(format), ..OpenOptions::default() };

@@ -5,8 +5,10 @@ use std::slice;
 
 use anyhow::{Result, bail};
 use vmstrata_api::{
-    JobSpec, JobStatus, Replica, ReplicaDropped, ReplicaLayer, ReplicaList, ReplicaPin, encode_segment,
+    self as api, JobSpec, JobStatus, Replica, ReplicaDropped, ReplicaLayer, ReplicaList, ReplicaPin,
+    encode_segment,
 };
+use vmstrata_disk::Format;
 
 use super::snapshot::live::Live;
 use super::tier::served;
@@ -14,7 +16,9 @@ use crate::args::{
     ReplicaArgs, ReplicaCommand, ReplicaDropArgs, ReplicaFillArgs, ReplicaListArgs, ReplicaScrubArgs,
     TierDiskArgs,
 };
+use crate::attach::absolute;
 use crate::client::Client;
+use crate::disk_spec::format_by_name;
 use crate::output::{Table, answer, percent};
 use crate::units::short_size;
 
@@ -78,9 +82,20 @@ fn fill(args: &ReplicaFillArgs) -> Result<()> {
         disk: live.name().to_owned(),
         bytes_per_second: args.limit,
         hours: args.hours.clone(),
+        from: args.from.as_deref().map(absolute),
+        format: args.from.as_deref().map(|from| match args.format.unwrap_or_else(|| format_by_name(from)) {
+            Format::Raw => api::Format::Raw,
+            Format::Qcow2 => api::Format::Qcow2,
+        }),
     };
     let job = live.wait_job(&asked, args.disk.json)?;
-    report(&args.disk, &job, |bytes| format!("all of its layers are here, {bytes} of them fetched now"))
+    let local = match (&args.from, job.local_bytes) {
+        (Some(from), Some(bytes)) => format!(", {} taken from {}", short_size(bytes), from.display()),
+        _ => String::new(),
+    };
+    report(&args.disk, &job, |bytes| {
+        format!("all of its layers are here, {bytes} of them fetched now{local}")
+    })
 }
 
 fn scrub(args: &ReplicaScrubArgs) -> Result<()> {

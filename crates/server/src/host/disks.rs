@@ -82,7 +82,7 @@ impl Host {
         Ok(disks)
     }
 
-    fn open_files(&self, spec: &DiskSpec, options: OpenOptions) -> Result<Arc<Disk>, Error> {
+    pub(super) fn open_files(&self, spec: &DiskSpec, options: OpenOptions) -> Result<Arc<Disk>, Error> {
         let (path, options) = states::find(spec, options)?;
         // Else its lock would be taken for another process's.
         self.refuse_served(spec, &path)?;

@@ -5,13 +5,12 @@ use std::sync::Arc;
 use vmstrata_api::{self as api, ChangedBy, JobChange, JobSpec, JobStatus, MergeDirection, RemoveFiles};
 use vmstrata_disk::merge::{Direction, LayerRef, MergeOptions, Removal};
 use vmstrata_disk::{Disk, OpenOptions};
-use vmstrata_types::path_from_text;
 
 use super::Host;
 use crate::audit::What;
 use crate::error::Error;
 use crate::jobs::{DEFAULT_LIMIT, FLATTEN, INDEX_BUILD, IndexBuild, MERGE, MOVE, Merging, SNAPSHOT_DELETE};
-use crate::spec::{SpecError, check_path};
+use crate::spec::{SpecError, absolute};
 
 /// A limit of 0 would be a pause that does not say so.
 fn check_limit(bytes_per_second: Option<u64>) -> Result<(), Error> {
@@ -42,15 +41,10 @@ pub fn merge_options(
     MergeOptions { open, removal, forget_missing, direction, ..MergeOptions::default() }
 }
 
-/// A relative path is refused: it is seen from the server's directory.
 fn layer_ref(layer: &api::LayerRef) -> Result<LayerRef, Error> {
     match layer {
         api::LayerRef::Number(number) => Ok(LayerRef::Number(*number as usize)),
-        api::LayerRef::File(path) => {
-            check_path("file", path)?;
-            let file = Some(path_from_text(path)).filter(|file| file.is_absolute());
-            Ok(LayerRef::File(file.ok_or_else(|| SpecError::Relative { path: path.clone() })?))
-        }
+        api::LayerRef::File(path) => Ok(LayerRef::File(absolute("file", path)?)),
     }
 }
 

@@ -12,7 +12,7 @@ use super::Host;
 use crate::error::Error;
 use crate::hours::Hours;
 use crate::jobs::{REPLICA_FILL, REPLICA_SCRUB, ReplicaWalk};
-use crate::spec::ReplicaSpec;
+use crate::spec::{DiskSpec, ReplicaSpec, absolute, format_of};
 
 impl Host {
     /// Has what a chain has in a repository read through the cache in the disk's directory.
@@ -69,10 +69,15 @@ impl Host {
     pub(super) fn begin_replica_walk(&self, asked: &JobSpec, by: ChangedBy) -> Result<JobStatus, Error> {
         let name = asked.disk();
         let (slot, work) = match asked {
-            JobSpec::ReplicaFill { hours, .. } => {
+            JobSpec::ReplicaFill { hours, from, format, .. } => {
                 let hours = hours.as_deref().map(Hours::parse).transpose()?;
                 let slot = self.jobs.reserve(&REPLICA_FILL, name)?;
-                (slot, ReplicaWalk::new(self.replica(name)?.fill()?, hours))
+                let replica = self.replica(name)?;
+                let walk = match from {
+                    Some(from) => replica.fill_from(self.open_image(name, from, *format)?)?,
+                    None => replica.fill()?,
+                };
+                (slot, ReplicaWalk::new(walk, hours))
             }
             _ => {
                 let slot = self.jobs.reserve(&REPLICA_SCRUB, name)?;
@@ -80,6 +85,24 @@ impl Host {
             }
         };
         self.keep_job(name, || slot.start(asked.bytes_per_second(), by, work))
+    }
+
+    /// Opens an image that may have what a disk's layers hold, as that disk is opened, but for reads alone.
+    fn open_image(&self, disk: &str, path: &str, format: Option<api::Format>) -> Result<Arc<Disk>, Error> {
+        let path = absolute("from", path)?;
+        let spec = self.table.lock().serving(disk)?.0.clone();
+        let image = DiskSpec {
+            path,
+            // No disk of the server has this name.
+            name: String::new(),
+            read_only: true,
+            format: format.map(format_of),
+            clone_of: None,
+            ..spec
+        };
+        // The key says where that disk's own backing files may lie.
+        let options = OpenOptions { allow_backing_alone: false, ..self.open_options(&image) };
+        self.open_files(&image, options)
     }
 
     fn replica(&self, name: &str) -> Result<Replica, Error> {

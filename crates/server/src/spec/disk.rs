@@ -342,10 +342,7 @@ impl TryFrom<api::DiskSpec> for DiskSpec {
             api::DetectZeroes::On => DetectZeroes::On,
             api::DetectZeroes::Unmap => DetectZeroes::Unmap,
         };
-        let format = asked.format.or(local.map(|_| api::Format::Raw)).map(|format| match format {
-            api::Format::Qcow2 => Format::Qcow2,
-            api::Format::Raw => Format::Raw,
-        });
+        let format = asked.format.or(local.map(|_| api::Format::Raw)).map(format_of);
         let agent = asked.agent.as_deref().map(path_from_text);
         let keep = asked.keep.map(|keep| keep.parse()).transpose()?;
         let limits = limits_of(&asked.limits)?;
@@ -445,6 +442,14 @@ pub(crate) fn shown_durability(durability: DurableAt) -> api::DurableAt {
 /// As the API says it.
 pub(crate) fn shown_subclusters(subclusters: bool) -> api::Subclusters {
     if subclusters { api::Subclusters::On } else { api::Subclusters::Off }
+}
+
+/// In the engine's words.
+pub(crate) fn format_of(format: api::Format) -> Format {
+    match format {
+        api::Format::Qcow2 => Format::Qcow2,
+        api::Format::Raw => Format::Raw,
+    }
 }
 
 /// As the API says it.
