@@ -44,6 +44,9 @@ pub struct TierStatus {
     /// What to change in how the repository's file system is mounted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mount_warnings: Vec<String>,
+    /// What of the guest's disk need not be published: swap, and journals.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub advice: Vec<String>,
     /// How many seconds old a write is at most when it is published, while the repository answers.
     pub window_seconds: u64,
     /// What becomes of the guest while it does not.

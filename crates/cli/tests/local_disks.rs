@@ -1,11 +1,11 @@
 //! Disks that stay on one host: swap, and journals.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 
 use crate::support::http::ask;
 use crate::support::server::Server;
-use crate::support::{Images, tool_ok};
+use crate::support::{Images, tool_ok, wait_until};
 
 struct Host {
     images: Images,
@@ -112,4 +112,42 @@ fn run_err_of_serve(disk: &str, images: &Images) -> String {
     ]);
     assert!(!output.status.success());
     String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn swap_on_a_tiered_disk_is_named_with_its_partition() {
+    let images = Images::new();
+    let [raw, swap, web] = ["guest.raw", "swap.raw", "web.qcow2"].map(|file| images.name(file));
+    for (file, bytes) in [(&raw, 64 << 20), (&swap, 8 << 20)] {
+        fs::File::create(file).unwrap().set_len(bytes).unwrap();
+    }
+    tool_ok("mkswap", ["-q", &swap]);
+    let guest = fs::File::options().write(true).open(&raw).unwrap();
+    guest.write_all_at(&fs::read(&swap).unwrap(), 1 << 20).unwrap();
+    // A table of one partition of 8 MiB, from 1 MiB on.
+    let entry = [&[0, 0, 0, 0, 0x82, 0, 0, 0][..], &2048u32.to_le_bytes(), &16384u32.to_le_bytes()].concat();
+    guest.write_all_at(&entry, 446).unwrap();
+    guest.write_all_at(&[0x55, 0xaa], 510).unwrap();
+    tool_ok("qemu-img", ["convert", "-f", "raw", "-O", "qcow2", &raw, &web]);
+    let disk = format!("path={web},tier={},window=600", images.name("host"));
+    let nbd = format!("unix:{},rw", images.name("nbd.sock"));
+    let server = Server::start(&["--disk", &disk, "--nbd", &nbd]);
+    let said = |command: &str| {
+        tool_ok("qemu-io", ["-f", "raw", "-c", command, "-c", "flush", &server.uri("web")]);
+        server.ask_ok(["tier", "sync", "web"]);
+        // It is looked at once that is published.
+        wait_until("the disk was looked at", || {
+            let tier = ask(&server.control(), "GET", "/v1/disks/web", "").json()["tier"].clone();
+            tier["advice"].as_array().map_or(0, Vec::len) == usize::from(command.contains("40M"))
+        });
+        server.ask_ok(["tier", "status", "web"])
+    };
+    // The guest reads its table and its swap when it starts.
+    tool_ok("qemu-io", ["-f", "raw", "-c", "read 0 4k", "-c", "read 1M 4k", &server.uri("web")]);
+    let told = said("write -P 7 40M 64k");
+    assert!(told.contains("web.qcow2: partition 1 (8 MiB) is swap") && told.contains("role=swap"), "{told}");
+    assert!(server.log().contains("partition 1 (8 MiB) is swap"), "{}", server.log());
+    let told = said("write -z 1M 8M");
+    assert!(!told.contains("is swap"), "{told}");
+    assert!(server.stop().success());
 }

@@ -19,6 +19,7 @@
 //! Invariants: epochs are published in the order in which they were cut, each once; a copy that was fenced takes no more writes
 //! and publishes nothing, and keeps its layers. Lock order: the epochs of this host, the orders, the window's state.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -30,6 +31,7 @@ use vmstrata_disk::{Disk, Durability, Format, OpenOptions, Pace, Resources, When
 use vmstrata_repo::Repository;
 use vmstrata_types::told;
 
+use crate::advice;
 use crate::attach::point_at;
 use crate::cuts::{Cut, Cuts};
 use crate::error::{Error, Result};
@@ -53,6 +55,8 @@ const POINT_EVERY: Duration = Duration::from_secs(120);
 const MERGE_AT: usize = 8;
 /// How often it is looked for what may be deleted.
 const SWEEP_EVERY: Duration = Duration::from_secs(60);
+/// Lines of advice that are logged, each once: a guest may change them for ever.
+const ADVICE_LOGGED: usize = 100;
 /// How long to wait before what failed is tried again; twice as long each time, up to the second.
 const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
 
@@ -200,6 +204,8 @@ pub(crate) struct Engine {
     swept: Instant,
     /// What the paths of the disks lead to, since when.
     pointed: (EpochNumber, Instant),
+    /// Of which epoch the disks were looked at for advice, and what of that is in the log.
+    advised: (EpochNumber, BTreeSet<String>),
     /// Failures since something was published.
     failures: u32,
     retry_at: Option<Instant>,
@@ -296,6 +302,7 @@ impl Engine {
             is_direct,
             swept: Instant::now(),
             pointed: (head.epoch.number, Instant::now()),
+            advised: (EpochNumber::NONE, BTreeSet::new()),
             failures: 0,
             retry_at: None,
             place: place.clone(),
@@ -470,6 +477,25 @@ impl Engine {
         if let Err(error) = pointed.and_then(|()| self.merge_published()) {
             tracing::warn!(disk = %self.place, "published, and not tidied up: {}", told(&error));
         }
+        self.advise();
+    }
+
+    /// Looks at the disks once for each epoch, as far as their bytes are on this host: guests change what is on them.
+    fn advise(&mut self) {
+        let number = self.publisher.head().epoch.number;
+        let Some(files) = self.place.files().filter(|_| self.advised.0 != number) else { return };
+        let own = |member: &Member| {
+            let file = member.place.path.file_name().unwrap_or_default().display().to_string();
+            advice::of_disk(&member.disk, files).into_iter().map(move |line| format!("{file}: {line}"))
+        };
+        let all: Vec<String> = self.members.iter().flat_map(own).collect();
+        for line in &all {
+            if self.advised.1.len() < ADVICE_LOGGED && self.advised.1.insert(line.clone()) {
+                tracing::info!(disk = %self.place, "{line}");
+            }
+        }
+        self.advised.0 = number;
+        self.shared.orders.lock().status.advice = all;
     }
 
     /// Notes what became of a pass. Returns whether there will be others.

@@ -27,6 +27,7 @@
 //! | [`object`](ship) | how a layer gets into the repository |
 //! | `digests` | what proves a part of a layer |
 //! | `abreast` | work for a far repository, several items at a time |
+//! | `advice` | what of a guest's disk need not be published |
 //! | `cache`, `remote`, `cached_files` | which chunks of repositories' layers this host has, and how reads get them |
 //! | `boot`, `ahead` | what guests read when they start, and that it comes ahead of them |
 //! | [`replica`](Replica) | the layers of one disk in the cache: filled, proved again, pinned, given up |
@@ -39,6 +40,7 @@
 #![forbid(unsafe_code)]
 
 mod abreast;
+mod advice;
 mod ahead;
 mod attach;
 mod attaching;

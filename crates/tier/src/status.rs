@@ -124,6 +124,8 @@ pub struct TierStatus {
     pub silent_since: Option<Instant>,
     /// What a user may want to change in how the repository's file system is mounted.
     pub mount_warnings: Vec<String>,
+    /// What of the guest's disk need not be published, as far as this host has looked.
+    pub advice: Vec<String>,
     /// What is on this host alone, and what the guest notices of it.
     pub window: WindowStatus,
     /// Snapshots that are not published yet, oldest first.
@@ -175,6 +177,7 @@ impl TierStatus {
                 Some(_) => Vec::new(),
                 None => mount::warnings(&place.repository),
             },
+            advice: Vec::new(),
             pending: Vec::new(),
         }
     }

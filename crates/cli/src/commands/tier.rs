@@ -449,7 +449,8 @@ fn noticed(status: &TierStatus) -> String {
 
 fn places(status: &TierStatus) -> String {
     let layers = counted(status.epoch_layers, "layer");
-    let warnings = status.mount_warnings.iter().map(|warning| format!("  {warning}\n")).collect::<String>();
+    let warnings = status.mount_warnings.iter().chain(&status.advice);
+    let warnings = warnings.map(|warning| format!("  {warning}\n")).collect::<String>();
     let cache = status.cache.iter().map(|cache| format!("  {}\n", cache_line(cache))).collect::<String>();
     let window = duration(status.window_seconds);
     let durable = match status.durability {

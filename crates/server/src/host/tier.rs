@@ -225,6 +225,7 @@ pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
         epoch_layers: status.layers as u64,
         reads_wait_seconds: status.silent_since.map(|since| since.elapsed().as_secs()),
         mount_warnings: status.mount_warnings.clone(),
+        advice: status.advice.clone(),
         cache: status.cache.as_ref().map(|(dir, used)| cache_status(dir, *used)),
         unpublished_bytes: window.unpublished_bytes,
         unpublished_seconds: window.unpublished_since_ns.map(age),

@@ -319,6 +319,7 @@ mod tests {
             unpublished_seconds: Some(80),
             reads_wait_seconds: Some(5),
             mount_warnings: Vec::new(),
+            advice: Vec::new(),
             cache: None,
             window_seconds: 30,
             on_outage: vmstrata_api::OnOutage::Continue,
