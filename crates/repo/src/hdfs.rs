@@ -13,49 +13,43 @@
 //! | [`hold`] | who holds the repository, without locks |
 //! | [`object`] | writing, renaming, reading and reading again |
 //!
-//! Lock order: `shared` or `alone`, then nothing.
+//! Lock order: `own`, then those of the holds.
 
 mod hold;
 mod link;
 mod object;
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use hdfs_native::WriteOptions;
 use parking_lot::Mutex;
 
 use crate::address::HdfsAddress;
 use crate::error::{Error, Result};
+use crate::holds::{Holds, Kind, Lasting as _, Taken};
 use crate::name::{NameRule, ObjectName};
 use crate::repository::{
     Capabilities, DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept,
 };
-use hold::{HoldDir, Kind, UNFINISHED, lost, sweep};
+use hold::{HoldDir, UNFINISHED, lost, sweep};
 use link::Link;
 use object::{NewFile, OpenFile, Patience, State};
 
 /// The most copies of an object.
 const MAX_COPIES: u8 = 16;
-/// How often to look whether others have let go.
-const POLL: Duration = Duration::from_millis(200);
 
 /// A repository in HDFS.
 #[derive(Debug)]
 pub(crate) struct HdfsRepository {
     common: Arc<Common>,
     names: NameRule,
-    /// One for all who write and read through this repository.
-    shared: Mutex<Weak<HoldDir>>,
-    alone: Mutex<Weak<HoldDir>>,
+    holds: Holds<HoldDir>,
     /// Of who writes and does not hold it.
     own: Mutex<Option<Arc<HoldDir>>>,
     /// Objects begun.
     count: AtomicUsize,
-    /// What went with expired holds.
-    swept: Mutex<Swept>,
 }
 
 /// What a repository has in common with its objects.
@@ -101,8 +95,8 @@ impl HdfsRepository {
         }
         let (patience, unanswered) = Default::default();
         let common = Arc::new(Common { address, link, patience, unanswered });
-        let (shared, alone, own, count, swept) = Default::default();
-        Ok(Self { common, names, shared, alone, own, count, swept })
+        let (holds, own, count) = Default::default();
+        Ok(Self { common, names, holds, own, count })
     }
 
     fn path(&self, name: &ObjectName) -> String {
@@ -114,43 +108,19 @@ impl HdfsRepository {
     }
 
     /// Holds the directory, unless another does so against that.
-    fn take(&self, kind: Kind) -> io::Result<Option<Arc<HoldDir>>> {
-        let (hold, swept) = HoldDir::take(&self.common.link, &self.common.address.dir, kind)?;
-        *self.swept.lock() += swept;
-        Ok(hold.map(Arc::new))
-    }
-
-    /// Waits for who deletes. Of several who hold it in this process none lets it go for the others.
-    fn hold_shared(&self) -> io::Result<Arc<HoldDir>> {
-        let mut shared = self.shared.lock();
-        if let Some(hold) = shared.upgrade() {
-            hold.check()?;
-            return Ok(hold);
-        }
-        loop {
-            if let Some(hold) = self.take(Kind::Shared)? {
-                *shared = Arc::downgrade(&hold);
-                return Ok(hold);
-            }
-            std::thread::sleep(POLL);
-        }
+    fn take(&self, kind: Kind) -> io::Result<Taken<HoldDir>> {
+        HoldDir::take(&self.common.link, &self.common.address.dir, kind)
     }
 
     /// That in which an object is written: the caller's, or one with others, until this repository is dropped.
     fn writing_hold(&self) -> io::Result<Arc<HoldDir>> {
-        if let Some(hold) = self.shared.lock().upgrade().or_else(|| self.alone.lock().upgrade()) {
+        if let Some(hold) = self.holds.shared().or_else(|| self.holds.alone()) {
             return Ok(hold);
         }
         let mut own = self.own.lock();
-        let hold = self.hold_shared()?;
+        let hold = self.holds.hold_shared(|kind| self.take(kind))?;
         *own = Some(Arc::clone(&hold));
         Ok(hold)
-    }
-
-    fn hold_alone(&self) -> io::Result<Option<Held>> {
-        let Some(hold) = self.take(Kind::Alone)? else { return Ok(None) };
-        *self.alone.lock() = Arc::downgrade(&hold);
-        Ok(Some(Box::new(hold)))
     }
 }
 
@@ -229,7 +199,7 @@ impl HdfsRepository {
     fn remove(&self, name: &ObjectName) -> io::Result<()> {
         name.check(self.names)?;
         let (link, path) = (self.link(), self.path(name));
-        if let Some(alone) = self.alone.lock().upgrade() {
+        if let Some(alone) = self.holds.alone() {
             let moved = link.ask(link.client.rename(&path, &format!("{}/{name}", alone.path()), true));
             return match moved {
                 // Either of the two is not there.
@@ -239,24 +209,6 @@ impl HdfsRepository {
         }
         self.common.settle()?;
         link.ask(link.client.delete(&path, false)).map(drop)
-    }
-
-    fn take_hold(&self, how: Hold) -> io::Result<Option<Held>> {
-        match how {
-            Hold::Read => match self.hold_shared() {
-                // Who only reads can do so from a directory that it may not write.
-                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(Some(Box::new(()))),
-                held => Ok(Some(Box::new(held?))),
-            },
-            Hold::Write => Ok(Some(Box::new(self.hold_shared()?))),
-            Hold::AloneOrNot => self.hold_alone(),
-            Hold::Alone => loop {
-                if let Some(held) = self.hold_alone()? {
-                    return Ok(Some(held));
-                }
-                std::thread::sleep(POLL);
-            },
-        }
     }
 }
 
@@ -311,13 +263,13 @@ impl Repository for HdfsRepository {
 
     /// Of others whose holds have expired. Those of this one, and of who holds it alone, went when it was held.
     fn sweep(&self) -> Result<Swept> {
-        let mut swept = std::mem::take(&mut *self.swept.lock());
+        let mut swept = self.holds.take_swept();
         let expired = sweep(&self.common.link, &self.common.address.dir);
         swept += expired.map_err(self.failed("sweeping"))?;
         Ok(swept)
     }
 
     fn hold(&self, how: Hold) -> Result<Option<Held>> {
-        self.take_hold(how).map_err(self.failed("holding"))
+        self.holds.hold(how, |kind| self.take(kind)).map_err(self.failed("holding"))
     }
 }

@@ -11,6 +11,7 @@
 //! | `repository` | what every kind of repository does |
 //! | `name` | names of objects |
 //! | `error` | what a repository did not do, with which object |
+//! | `holds` | who in this process holds a repository |
 //! | `address` | where a repository is, as people write it |
 //! | `directory` | a directory of this host |
 //! | `hdfs` | a directory of HDFS |
@@ -21,6 +22,8 @@ mod directory;
 mod error;
 #[cfg(feature = "hdfs")]
 mod hdfs;
+#[cfg(any(feature = "hdfs", feature = "s3"))]
+mod holds;
 mod name;
 mod repository;
 #[cfg(feature = "s3")]

@@ -20,6 +20,7 @@ use hdfs_native::file::FileWriter;
 use parking_lot::Mutex;
 
 use super::link::Link;
+use crate::holds::{Kind, Lasting, Taken};
 use crate::name::draw_id;
 use crate::repository::Swept;
 
@@ -29,24 +30,6 @@ const HOLDS: &str = ".holds";
 const ALIVE: &str = "alive";
 /// Ends the names of objects that are not published.
 pub(super) const UNFINISHED: &str = ".new";
-
-/// How a directory is held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// With others of this kind.
-    Shared,
-    /// Alone.
-    Alone,
-}
-
-impl Kind {
-    const fn prefix(self) -> &'static str {
-        match self {
-            Self::Shared => "shared-",
-            Self::Alone => "alone-",
-        }
-    }
-}
 
 /// A hold on a repository, until it is dropped.
 pub(super) struct HoldDir {
@@ -63,12 +46,9 @@ impl fmt::Debug for HoldDir {
     }
 }
 
-/// A hold, or that another is in its way; and the unfinished objects that were removed with expired ones.
-pub(super) type Taken = (Option<HoldDir>, Swept);
-
 impl HoldDir {
     /// Holds the repository in the directory `repository`, unless another holds it against that.
-    pub(super) fn take(link: &Arc<Link>, repository: &str, kind: Kind) -> io::Result<Taken> {
+    pub(super) fn take(link: &Arc<Link>, repository: &str, kind: Kind) -> io::Result<Taken<Self>> {
         let holds = format!("{repository}/{HOLDS}");
         let own = format!("{}{:032x}", kind.prefix(), draw_id());
         let path = format!("{holds}/{own}");
@@ -79,7 +59,7 @@ impl HoldDir {
         let mut swept = Swept::default();
         for other in link.ask(link.client.list_status(&holds, false))? {
             let name = other.path.rsplit('/').next().unwrap_or_default();
-            let is_against = name != own && (kind == Kind::Alone || name.starts_with(Kind::Alone.prefix()));
+            let is_against = name != own && kind.is_against(name);
             if !is_against {
                 continue;
             }
@@ -95,9 +75,11 @@ impl HoldDir {
     pub(super) fn path(&self) -> &str {
         &self.path
     }
+}
 
-    /// Whether it still counts; once it does not, it never will again.
-    pub(super) fn check(&self) -> io::Result<()> {
+impl Lasting for HoldDir {
+    /// Once it does not count, it never will again.
+    fn check(&self) -> io::Result<()> {
         match self.link.ask(self.link.client.get_file_info(&self.path)) {
             Ok(_) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Err(lost()),
