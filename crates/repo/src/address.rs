@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 const HDFS: &str = "hdfs://";
 const HDFS_FORM: &str = "hdfs://NAMENODE[:PORT]/DIR[?block=SIZE], with blocks of 64K to 1024M";
 const S3: &str = "s3://";
+const ENDPOINT: &str = "?endpoint=";
 const S3_FORM: &str =
     "s3://BUCKET[/PREFIX][?endpoint=http[s]://HOST[:PORT]], with letters, digits, '.', '_' and '-' in names";
 
@@ -82,12 +83,7 @@ impl Address {
     pub fn split_list(text: &str) -> Vec<&str> {
         let (mut addresses, mut rest) = (Vec::new(), Some(text));
         while let Some(text) = rest {
-            // The first two colons of `SCHEME://HOST:PORT/DIR` separate nothing.
-            let before = scheme(text).map_or(0, |scheme| {
-                let host = scheme.len() + "://".len();
-                text[host..].find('/').map_or(text.len(), |at| host + at)
-            });
-            let end = text[before..].find(':').map_or(text.len(), |at| before + at);
+            let end = end_of_first(text);
             let (address, after) = text.split_at(end);
             if !address.is_empty() {
                 addresses.push(address);
@@ -96,6 +92,28 @@ impl Address {
         }
         addresses
     }
+}
+
+/// Where the first address of a list ends: the colons of `SCHEME://HOST:PORT/DIR` and `?endpoint=SCHEME://HOST:PORT` separate nothing.
+fn end_of_first(text: &str) -> usize {
+    let next_colon = |from: usize| text[from..].find(':').map_or(text.len(), |at| from + at);
+    let path = scheme(text).map_or(0, |scheme| {
+        let host = scheme.len() + "://".len();
+        text[host..].find('/').map_or(text.len(), |at| host + at)
+    });
+    let end = next_colon(path);
+    let Some(endpoint) = text[path..end].rfind(ENDPOINT).map(|at| path + at + ENDPOINT.len()) else {
+        return end;
+    };
+    let Some(scheme) = scheme(&text[endpoint..]) else { return end };
+    let host = endpoint + scheme.len() + "://".len();
+    // An IPv6 address has colons of its own.
+    let end = next_colon(
+        text[host..].find(']').filter(|_| text[host..].starts_with('[')).map_or(host, |at| host + at),
+    );
+    let port = text[end..].strip_prefix(':').unwrap_or_default();
+    let digits = port.bytes().take_while(u8::is_ascii_digit).count();
+    if digits == 0 { end } else { end + 1 + digits }
 }
 
 /// What comes before the first `://`, if that is a word.
@@ -182,6 +200,12 @@ mod tests {
         assert_eq!(list(mixed), ["/srv/a", "hdfs://nn:8020/v?block=1M", "hdfs://cluster/w", "/srv/b"]);
         assert_eq!(list("hdfs://nn:8020"), ["hdfs://nn:8020"]);
         assert_eq!(list("s3://host:9000/v:/srv/a://b"), ["s3://host:9000/v", "/srv/a", "//b"]);
+        for store in ["http://h:9000", "https://h", "http://[::1]:9000", "http://[::1]"] {
+            let address = format!("s3://vms/v?endpoint={store}");
+            assert_eq!(list(&address), [&*address]);
+            let mixed = format!("/srv/a:{address}:/srv/b:{address}");
+            assert_eq!(list(&mixed), ["/srv/a", &*address, "/srv/b", &*address]);
+        }
         assert_eq!(list(""), [""; 0]);
     }
 
