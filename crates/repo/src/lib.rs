@@ -4,7 +4,7 @@
 //! |---|---|---|---|---|---|
 //! | directory, local or mounted | `link(2)` decides | yes | 1 | of the file system | `flock` |
 //! | HDFS | a rename that replaces nothing | no | up to 16, in blocks of a size of choice | of the quota | leases |
-//! | S3 | a condition of the request | no | 1, which the store keeps safe | not told | no |
+//! | S3 | a condition of the request | no | 1, which the store keeps safe | not told | objects that are renewed |
 //!
 //! | module | what it knows |
 //! |---|---|

@@ -3,6 +3,7 @@
 //! ```text
 //!   PREFIX/ID.layer       an object
 //!   PREFIX/.new/ID        what its writer has not published, or a test of what the store can do
+//!   PREFIX/.holds/ID      there is a writer or reader, or one who deletes
 //! ```
 //!
 //! *An object appears whole.* A small one is one request. A large one lies in `.new` until the store has copied it to its name. What is
@@ -11,15 +12,20 @@
 //! *The store is tested.* One that knows nothing of conditions would overwrite. So before the first object it is asked to do what it must
 //! refuse.
 //!
+//! *A repository that is not held costs nothing for it.* Objects that are written, or deleted alone, while it is held are noted in the
+//! hold first: [`hold`] says why.
+//!
 //! | module | what it knows |
 //! |---|---|
 //! | [`link`] | the client, its threads, and how long anything is waited for |
-//! | [`copy`] | giving what the store has another name |
+//! | [`upload`] | uploads: giving an object its name, or what the store has another name |
+//! | [`hold`] | who holds the repository, without locks |
 //! | [`object`] | writing, publishing, reading and reading again |
 
-mod copy;
+mod hold;
 mod link;
 mod object;
+mod upload;
 
 use std::io;
 use std::sync::Arc;
@@ -32,11 +38,15 @@ use parking_lot::Mutex;
 
 use crate::address::S3Address;
 use crate::error::{Error, Result};
+use crate::holds::{Holds, Kind, Taken};
 use crate::name::{NameRule, ObjectName, draw_id};
-use crate::repository::{Capabilities, DeviceId, NewObject, ObjectInfo, ObjectReader, Repository, Swept};
-use copy::copy;
+use crate::repository::{
+    Capabilities, DeviceId, Held, Hold, NewObject, ObjectInfo, ObjectReader, Repository, Swept,
+};
+use hold::{HoldObject, Step};
 use link::Link;
 use object::{NewFile, OpenFile};
+use upload::copy;
 
 /// The directory of what is not published.
 const UNFINISHED: &str = ".new";
@@ -50,6 +60,9 @@ pub(crate) struct S3Repository {
     names: NameRule,
     /// Whether the store is known to refuse what is to be new and is not.
     is_tested: Mutex<bool>,
+    /// Whether the store is known to be one that can be held.
+    can_be_held: Mutex<bool>,
+    holds: Holds<HoldObject>,
 }
 
 /// What a repository has in common with its objects.
@@ -64,9 +77,45 @@ impl Common {
         Path::from(format!("{}{name}", self.address.prefix))
     }
 
-    /// A name for what is not published.
-    fn draw_unfinished(&self) -> Path {
-        self.path(&format!("{UNFINISHED}/{:032x}", draw_id()))
+    /// A name for what is not published, in a hold or without one.
+    fn draw_unfinished(&self, hold: Option<&HoldObject>) -> Path {
+        let of_hold = hold.map_or_else(String::new, |hold| format!("{}.", hold.name()));
+        self.path(&format!("{UNFINISHED}/{of_hold}{:032x}", draw_id()))
+    }
+
+    /// Removes what was not published in a hold.
+    fn remove_unfinished_of(&self, hold: &str) -> io::Result<Swept> {
+        self.remove_unfinished(&format!("{hold}."), |_| true)
+    }
+
+    /// Removes what was not published under these names.
+    fn remove_unfinished(&self, prefix: &str, is_left: impl Fn(&ObjectMeta) -> bool) -> io::Result<Swept> {
+        let mut swept = Swept::default();
+        for file in self.files(&format!("{UNFINISHED}/{prefix}"))?.into_iter().filter(is_left) {
+            self.link.remove(&file.location)?;
+            swept += Swept { objects: 1, bytes: file.size };
+        }
+        Ok(swept)
+    }
+
+    /// What lies in this directory and begins with `prefix`; nothing of directories below.
+    fn files(&self, prefix: &str) -> io::Result<Vec<ObjectMeta>> {
+        let Self { address, link } = self;
+        let prefix = format!("{}{prefix}", address.prefix);
+        let (mut files, mut page_token) = (Vec::new(), None);
+        loop {
+            let page = PaginatedListOptions {
+                delimiter: Some("/".into()),
+                page_token,
+                ..PaginatedListOptions::default()
+            };
+            let listed = link.ask(link.store.list_paginated(Some(&prefix), page))?;
+            files.extend(listed.result.objects);
+            page_token = listed.page_token;
+            if page_token.is_none() {
+                return Ok(files);
+            }
+        }
     }
 }
 
@@ -82,8 +131,9 @@ impl S3Repository {
 
     fn connect(address: S3Address, names: NameRule) -> io::Result<Self> {
         let link = Link::new(&address)?;
-        let repository =
-            Self { common: Arc::new(Common { address, link }), names, is_tested: Mutex::new(false) };
+        let (is_tested, can_be_held, holds) = Default::default();
+        let common = Arc::new(Common { address, link });
+        let repository = Self { common, names, is_tested, can_be_held, holds };
         let one = PaginatedListOptions { max_keys: Some(1), ..PaginatedListOptions::default() };
         let common = &repository.common;
         common.link.ask(common.link.store.list_paginated(Some(&common.address.prefix), one))?;
@@ -104,28 +154,8 @@ impl S3Repository {
         Error::of_object(&self.common.address, action, name)
     }
 
-    /// What lies in this directory and begins with `prefix`; nothing of directories below.
-    fn files(&self, prefix: &str) -> io::Result<Vec<ObjectMeta>> {
-        let Common { address, link } = &*self.common;
-        let prefix = format!("{}{prefix}", address.prefix);
-        let (mut files, mut page_token) = (Vec::new(), None);
-        loop {
-            let page = PaginatedListOptions {
-                delimiter: Some("/".into()),
-                page_token,
-                ..PaginatedListOptions::default()
-            };
-            let listed = link.ask(link.store.list_paginated(Some(&prefix), page))?;
-            files.extend(listed.result.objects);
-            page_token = listed.page_token;
-            if page_token.is_none() {
-                return Ok(files);
-            }
-        }
-    }
-
     fn objects(&self, prefix: &str) -> io::Result<Vec<ObjectInfo>> {
-        let objects = self.files(prefix)?.into_iter().filter_map(|file| {
+        let objects = self.common.files(prefix)?.into_iter().filter_map(|file| {
             let name = ObjectName::new(file.location.filename()?).ok()?;
             (self.names)(name.as_str()).then_some(ObjectInfo {
                 name,
@@ -143,7 +173,8 @@ impl S3Repository {
         if !replaces {
             self.test_conditions()?;
         }
-        Ok(NewFile::new(&self.common, name, replaces))
+        let hold = self.holds.shared().or_else(|| self.holds.alone());
+        Ok(NewFile::new(&self.common, name, hold, replaces))
     }
 
     /// Refuses a store that overwrites what it was asked not to overwrite.
@@ -153,7 +184,7 @@ impl S3Repository {
             return Ok(());
         }
         let link @ Link { store, .. } = &self.common.link;
-        let (path, text) = (self.common.draw_unfinished(), "test");
+        let (path, text) = (self.common.draw_unfinished(None), "test");
         let put = || store.put_opts(&path, text.into(), PutMode::Create.into());
         let tested = async {
             put().await?;
@@ -176,19 +207,42 @@ impl S3Repository {
         Ok(())
     }
 
+    /// Who holds the repository alone notes what it deletes. Without that hold only metadata and own objects are deleted, which nobody
+    /// begins to need.
     fn remove(&self, name: &ObjectName) -> io::Result<()> {
         name.check(self.names)?;
-        self.common.link.remove(&self.common.path(name.as_str()))
+        let path = self.common.path(name.as_str());
+        if let Some(alone) = self.holds.alone() {
+            let step = Step::Delete { name: name.clone() };
+            alone.begin(&step)?;
+            let removed = self.common.link.remove(&path);
+            match removed {
+                Ok(()) => alone.end(&step),
+                Err(_) => alone.leave(step),
+            }
+            return removed;
+        }
+        if let Some(shared) = self.holds.shared() {
+            shared.abort_unanswered()?;
+        }
+        self.common.link.remove(&path)
     }
 
     fn sweep_all(&self) -> io::Result<Swept> {
-        let (mut swept, now) = (Swept::default(), SystemTime::now());
-        let files = self.files(&format!("{UNFINISHED}/"))?;
-        for file in files.into_iter().filter(|file| is_abandoned(file.last_modified.into(), now)) {
-            self.common.link.remove(&file.location)?;
-            swept += Swept { objects: 1, bytes: file.size };
-        }
+        let now = SystemTime::now();
+        let mut swept = self.holds.take_swept();
+        swept += self.common.remove_unfinished("", |file| is_abandoned(file.last_modified.into(), now))?;
         Ok(swept)
+    }
+
+    fn take(&self, kind: Kind) -> io::Result<Taken<HoldObject>> {
+        let mut can_be_held = self.can_be_held.lock();
+        if !*can_be_held {
+            hold::test_store(&self.common)?;
+            *can_be_held = true;
+        }
+        drop(can_be_held);
+        HoldObject::take(&self.common, kind)
     }
 }
 
@@ -211,7 +265,7 @@ impl Repository for S3Repository {
             max_copies: 1,
             ranged_reads: true,
             free_space: false,
-            holds: false,
+            holds: true,
         }
     }
 
@@ -245,6 +299,10 @@ impl Repository for S3Repository {
     /// bucket's rules remove it (`AbortIncompleteMultipartUpload`).
     fn sweep(&self) -> Result<Swept> {
         self.sweep_all().map_err(self.failed("sweeping"))
+    }
+
+    fn hold(&self, how: Hold) -> Result<Option<Held>> {
+        self.holds.hold(how, |kind| self.take(kind)).map_err(self.failed("holding"))
     }
 }
 

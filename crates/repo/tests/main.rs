@@ -3,6 +3,7 @@
 mod directory;
 #[cfg(feature = "hdfs")]
 mod hdfs;
+mod holds_s3;
 #[cfg(feature = "s3")]
 mod s3;
 mod suite;

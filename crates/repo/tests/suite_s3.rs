@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::s3::{Store, with_keys};
 use crate::suite;
-use vmstrata_repo::{Address, ObjectName, Repository};
+use vmstrata_repo::{Address, Hold, ObjectName, Repository};
 
 fn open(address: &str) -> Arc<dyn Repository> {
     Address::parse(address).and_then(|address| address.open(suite::is_tested)).expect("opens")
@@ -18,6 +18,7 @@ fn a_part_of_a_bucket_is_a_repository() {
         let store = Store::start();
         let open = |dir: &str| open(&store.repository(dir));
         suite::test_kind(open("kind").as_ref());
+        suite::test_objects(open("kind").as_ref());
         // Each with a client of its own, as other processes have.
         let racers = [open("race"), open("race"), open("race")];
         suite::test_race(&racers.each_ref().map(AsRef::as_ref), 20);
@@ -25,8 +26,12 @@ fn a_part_of_a_bucket_is_a_repository() {
         what_has_many_parts_is_put_together(one.as_ref());
         what_is_being_written_is_not_swept(one.as_ref(), other.as_ref(), &store);
         what_takes_a_place_is_not_mixed_with_what_had_it(one.as_ref());
-        let left: Vec<_> = store.keys().into_iter().filter(|key| !key.starts_with("race/")).collect();
-        assert_eq!(left, ["kind/large"]);
+        let held = one.hold(Hold::Write).expect("holds");
+        one.delete(&name("large")).expect("deletes");
+        what_has_many_parts_is_put_together(one.as_ref());
+        drop(held);
+        let is_other = |key: &String| !key.starts_with("race/head-");
+        assert_eq!(store.keys().into_iter().filter(is_other).collect::<Vec<_>>(), ["kind/large"]);
     });
 }
 

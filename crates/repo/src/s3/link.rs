@@ -21,7 +21,7 @@ const CONNECT_MAX: Duration = Duration::from_secs(5);
 /// How long a request may take, and for how long one that fails is tried again.
 pub(super) const REQUEST_MAX: Duration = Duration::from_secs(60);
 /// How long to try what others do later as well.
-const TIDY_MAX: Duration = Duration::from_secs(5);
+pub(super) const TIDY_MAX: Duration = Duration::from_secs(5);
 
 /// A client of an object store.
 #[derive(Debug)]
@@ -69,8 +69,11 @@ impl Link {
     }
 
     /// Removes, not for long, what others remove later if it is not done now.
-    pub(super) fn tidy(&self, path: &Path) {
-        let _ = self.ask(async { Ok(tokio::time::timeout(TIDY_MAX, self.store.delete(path)).await) });
+    pub(super) fn tidy(&self, path: &Path) -> io::Result<()> {
+        match self.ask(async { Ok(tokio::time::timeout(TIDY_MAX, self.store.delete(path)).await) })? {
+            Ok(deleted) => deleted.map_err(to_io),
+            Err(_) => Err(io::ErrorKind::TimedOut.into()),
+        }
     }
 
     /// Removes a file; one that is not there is removed.

@@ -9,7 +9,8 @@ use object_store::path::Path;
 use object_store::{GetOptions, ObjectStore as _, ObjectStoreExt as _, PutMode, WriteMultipart};
 
 use super::Common;
-use super::copy::copy;
+use super::hold::{HoldObject, Step, lost};
+use super::upload::{Part, Upload, copy};
 use crate::error::{Error, Result};
 use crate::name::ObjectName;
 use crate::repository::{NewObject, ObjectReader, read_in_pieces};
@@ -27,6 +28,8 @@ const PIECE: usize = 8 << 20;
 pub(super) struct NewFile {
     repository: Arc<Common>,
     name: ObjectName,
+    /// Without which it does not get its name.
+    hold: Option<Arc<HoldObject>>,
     /// Whether it takes the place of an object of its name.
     replaces: bool,
     /// Bytes so far.
@@ -50,12 +53,18 @@ enum State {
 }
 
 impl NewFile {
-    pub(super) fn new(repository: &Arc<Common>, name: &ObjectName, replaces: bool) -> Self {
-        let unfinished = repository.draw_unfinished();
+    pub(super) fn new(
+        repository: &Arc<Common>,
+        name: &ObjectName,
+        hold: Option<Arc<HoldObject>>,
+        replaces: bool,
+    ) -> Self {
+        let unfinished = repository.draw_unfinished(hold.as_deref());
         let state = State::Kept { bytes: Vec::new(), is_sent: false };
         Self {
             repository: Arc::clone(repository),
             name: name.clone(),
+            hold,
             replaces,
             written: 0,
             unfinished,
@@ -131,22 +140,61 @@ impl NewFile {
         if matches!(self.state, State::Sending(_)) {
             self.send_all()?;
         }
-        let is_unfinished_there = match self.take()? {
-            State::Kept { bytes, is_sent } => {
+        let is_unfinished_there = match (self.take()?, self.hold.clone()) {
+            (State::Kept { bytes, is_sent }, Some(hold)) => {
+                let sent = |upload: &Upload<'_>| link.ask(upload.send_part(bytes));
+                self.publish_in(&hold, &target, sent)?;
+                is_sent
+            }
+            (_, Some(hold)) => {
+                self.publish_in(&hold, &target, |upload| {
+                    link.ask(upload.copy(&self.unfinished, self.written))
+                })?;
+                true
+            }
+            (State::Kept { bytes, is_sent }, None) => {
                 let mode = if self.replaces { PutMode::Overwrite } else { PutMode::Create };
                 let put = link.ask(link.store.put_opts(&target, bytes.into(), mode.into()));
                 put.map(|_| is_sent)?
             }
-            _ => {
+            (_, None) => {
                 link.ask(copy(link, &self.unfinished, &target, (self.written, self.replaces)))?;
                 true
             }
         };
         self.state = State::Published;
         if is_unfinished_there {
-            link.tidy(&self.unfinished);
+            // What stays is swept later.
+            let _ = link.tidy(&self.unfinished);
         }
         Ok(())
+    }
+
+    /// Gives it its name while the hold lasts: as an upload, which who ends the hold aborts.
+    fn publish_in(
+        &self,
+        hold: &HoldObject,
+        target: &Path,
+        fill: impl FnOnce(&Upload<'_>) -> io::Result<Vec<Part>>,
+    ) -> io::Result<()> {
+        let Common { link, .. } = &*self.repository;
+        let upload = link.ask(Upload::begin(link, target))?;
+        let step = Step::Publish { name: self.name.clone(), upload: upload.id().to_owned() };
+        let parts = fill(&upload).and_then(|parts| hold.begin(&step).map(|()| parts));
+        let is_begun = parts.is_ok();
+        let done = parts.and_then(|parts| link.ask(upload.put_together(&parts, self.replaces)));
+        match (&done, is_begun) {
+            (Ok(()), _) => hold.end(&step),
+            (Err(_), _) if link.ask(upload.abort()).is_ok() => hold.end(&step),
+            (Err(_), true) => hold.leave(step),
+            // Not asked for; what stays, the bucket's rules remove.
+            (Err(_), false) => {}
+        }
+        match done {
+            // Who ended the hold aborted the upload, or removed what was to be copied.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(lost()),
+            done => done,
+        }
     }
 }
 
@@ -183,7 +231,7 @@ impl Drop for NewFile {
         match std::mem::replace(&mut self.state, State::Published) {
             State::Kept { is_sent: false, .. } | State::Published => {}
             State::Sending(sending) => drop(link.ask(sending.abort())),
-            State::Kept { .. } | State::Sent | State::Failed => link.tidy(&self.unfinished),
+            State::Kept { .. } | State::Sent | State::Failed => drop(link.tidy(&self.unfinished)),
         }
     }
 }

@@ -5,13 +5,19 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Mutex;
 
 use rustix::process::{Pid, Signal, kill_process};
 
 const MOTO: &str = "moto[server,s3]==5.2.5";
+/// From any crate whose tests use this module.
+const SERVER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../repo/tests/s3/server.py");
 /// Any key is right.
 const KEYS: [(&str, &str); 2] = [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")];
+
+/// Any signature, too.
+const SIGNED: &str = "AWS4-HMAC-SHA256 Credential=key/20200101/us-east-1/s3/aws4_request";
 
 /// Clients take their keys from the environment, which a process has from its beginning on: the test of this name runs again, in
 /// a process that has them, and `body` there.
@@ -24,18 +30,19 @@ pub fn with_keys(test: &str, body: impl FnOnce()) {
     assert!(child.status().expect("runs").success());
 }
 
-/// A store with the bucket `vms`; its process ends when this is dropped.
+/// A store with the bucket `vms`; its process ends when this is dropped, and when the test is killed.
 pub struct Store {
     process: Child,
+    commands: Mutex<(ChildStdin, BufReader<ChildStdout>)>,
     address: String,
 }
 
 impl Store {
     pub fn start() -> Self {
-        let server = python().join("bin/moto_server");
-        let mut process = Command::new(server)
-            .args(["--host", "127.0.0.1", "--port", "0"])
-            .stdout(Stdio::null())
+        let mut process = Command::new(python().join("bin/python3"))
+            .args([SERVER, "--host", "127.0.0.1", "--port", "0"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .expect("starts");
@@ -50,7 +57,9 @@ impl Store {
         };
         // It logs each request, and waits for who reads that.
         std::thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
-        let store = Self { process, address };
+        let answers = BufReader::new(process.stdout.take().expect("piped"));
+        let commands = Mutex::new((process.stdin.take().expect("piped"), answers));
+        let store = Self { process, commands, address };
         store.ask("PUT", "/vms");
         store
     }
@@ -60,13 +69,41 @@ impl Store {
         format!("s3://vms/{prefix}?endpoint=http://{}", self.address)
     }
 
+    /// Puts its clock forward.
+    pub fn pass(&self, seconds: u32) {
+        self.command(&seconds.to_string());
+    }
+
+    /// Has it ignore `If-Match` or `abort` from now on, as some stores do.
+    pub fn ignore(&self, what: &str) {
+        self.command(what);
+    }
+
+    fn command(&self, line: &str) {
+        let (commands, answers) = &mut *self.commands.lock().expect("no panic");
+        writeln!(commands, "{line}").expect("it runs");
+        let mut answer = String::new();
+        // It says other things, too, when it starts.
+        while answer.trim_end() != "done" {
+            answer.clear();
+            assert_ne!(answers.read_line(&mut answer).expect("it runs"), 0, "the server ended");
+        }
+    }
+
     /// Makes a request without a body, and returns that of the answer.
     pub fn ask(&self, method: &str, path: &str) -> String {
+        self.send(method, path, "")
+    }
+
+    /// Makes a request, and returns the body of the answer.
+    pub fn send(&self, method: &str, path: &str, body: &str) -> String {
         let mut stream = TcpStream::connect(&self.address).expect("connects");
         let host = &self.address;
         write!(
             stream,
-            "{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+            "{method} {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: {SIGNED}\r\nContent-Length: {}\r\n\
+             Connection: close\r\n\r\n{body}",
+            body.len()
         )
         .expect("asks");
         let mut answer = String::new();
@@ -91,7 +128,17 @@ impl Store {
 
     /// The names of all that lies in the bucket.
     pub fn keys(&self) -> Vec<String> {
-        let listed = self.ask("GET", "/vms?list-type=2");
+        self.list("/vms?list-type=2")
+    }
+
+    /// The names, in the repository of that prefix, of all that lies there and begins with `start`.
+    pub fn keys_in(&self, prefix: &str, start: &str) -> Vec<String> {
+        let keys = self.list(&format!("/vms?list-type=2&prefix={prefix}/{start}"));
+        keys.into_iter().map(|key| key[prefix.len() + 1..].to_owned()).collect()
+    }
+
+    fn list(&self, path: &str) -> Vec<String> {
+        let listed = self.ask("GET", path);
         listed
             .split("<Key>")
             .skip(1)

@@ -13,6 +13,11 @@ pub(crate) fn is_tested(name: &str) -> bool {
 /// Tests a repository that is empty.
 pub(crate) fn test_kind(repository: &dyn Repository) {
     let _held = hold(repository);
+    test_objects(repository);
+}
+
+/// The same of one that is held, or need not be.
+pub(crate) fn test_objects(repository: &dyn Repository) {
     an_object_is_there_whole_or_not_at_all(repository);
     nothing_is_overwritten_unasked(repository);
     ranges_are_read_up_to_the_end(repository);

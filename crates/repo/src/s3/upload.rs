@@ -1,6 +1,8 @@
-//! Gives a file that the store has another name: the store copies it, in parts, and puts them together if nothing has that name.
+//! Uploads: an object is made of parts, which are sent or are copies of what the store has, and put together if nothing has its name.
 //!
-//! `object_store` does so for files of up to 5 GiB. It signs these requests, and sends them.
+//! Until it is put together anyone can abort it, and then it never is.
+//!
+//! `object_store` copies files of up to 5 GiB. It signs these requests, and sends them.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -29,22 +31,27 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// # Errors
 /// `AlreadyExists` for one that has that name, unless it is to be replaced; what the store says.
 pub(super) async fn copy(link: &Link, from: &Path, to: &Path, (len, replaces): (u64, bool)) -> Result<()> {
-    let upload = link.store.create_multipart(to).await?;
-    let copying = Copying { link, from, to, upload: &upload };
-    let done = copying.copy(len, replaces).await;
+    let upload = Upload::begin(link, to).await?;
+    let done = match upload.copy(from, len).await {
+        Ok(parts) => upload.put_together(&parts, replaces).await,
+        Err(error) => Err(error),
+    };
     if done.is_err() {
         // What stays, the bucket's rules remove.
-        let _ = link.store.abort_multipart(to, &upload).await;
+        let _ = upload.abort().await;
     }
     done
 }
 
-struct Copying<'a> {
+/// An object that is not put together yet.
+pub(super) struct Upload<'a> {
     link: &'a Link,
-    from: &'a Path,
-    to: &'a Path,
-    upload: &'a str,
+    to: Path,
+    id: String,
 }
+
+/// What names a part when all are put together, as XML.
+pub(super) struct Part(String);
 
 /// What the store answered.
 struct Answer {
@@ -52,19 +59,47 @@ struct Answer {
     body: String,
 }
 
-impl Copying<'_> {
-    async fn copy(&self, len: u64, replaces: bool) -> Result<()> {
-        let parts = (0..len).step_by(PART as usize).map(|at| at..(at + PART).min(len)).zip(1..);
-        let copies = parts.map(|(range, number)| self.copy_part(range, number));
-        let parts: Vec<String> = futures_util::stream::iter(copies).buffered(AT_ONCE).try_collect().await?;
-        self.put_together(&parts, replaces).await
+impl<'a> Upload<'a> {
+    /// Begins one, of the object at `to`.
+    pub(super) async fn begin(link: &'a Link, to: &Path) -> Result<Self> {
+        Ok(Self::begun(link, to, &link.store.create_multipart(to).await?))
     }
 
-    /// Returns what names the part when all are put together.
-    async fn copy_part(&self, range: Range<u64>, number: u32) -> Result<String> {
-        let number = number.to_string();
-        let query = [("partNumber", &*number), ("uploadId", self.upload)];
-        let source = format!("{}/{}", self.link.bucket, self.from);
+    /// One that was begun.
+    pub(super) fn begun(link: &'a Link, to: &Path, id: &str) -> Self {
+        Self { link, to: to.clone(), id: id.to_owned() }
+    }
+
+    /// Tells it from others.
+    pub(super) fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Sends the only part.
+    pub(super) async fn send_part(&self, bytes: Vec<u8>) -> Result<Vec<Part>> {
+        let part = self.link.store.put_part(&self.to, &self.id, 0, bytes.into()).await?;
+        Ok(vec![Part::new(1, &part.content_id)])
+    }
+
+    /// Copies all `len` bytes of a file.
+    pub(super) async fn copy(&self, from: &Path, len: u64) -> Result<Vec<Part>> {
+        let parts = (0..len).step_by(PART as usize).map(|at| at..(at + PART).min(len)).zip(1..);
+        let copies = parts.map(|(range, number)| self.copy_part(from, range, number));
+        futures_util::stream::iter(copies).buffered(AT_ONCE).try_collect().await
+    }
+
+    /// Gives it up: it is not put together any more, if it was not before.
+    pub(super) async fn abort(&self) -> Result<()> {
+        match self.link.store.abort_multipart(&self.to, &self.id).await {
+            Err(Error::NotFound { .. }) => Ok(()),
+            other => other,
+        }
+    }
+
+    async fn copy_part(&self, from: &Path, range: Range<u64>, number: u32) -> Result<Part> {
+        let text = number.to_string();
+        let query = [("partNumber", &*text), ("uploadId", &*self.id)];
+        let source = format!("{}/{from}", self.link.bucket);
         let bytes = format!("bytes={}-{}", range.start, range.end - 1);
         let headers = [
             (HeaderName::from_static("x-amz-copy-source"), &*source),
@@ -81,29 +116,34 @@ impl Copying<'_> {
             }
             let answer = answer?;
             return match tag(&answer.body) {
-                Some(tag) if answer.status.is_success() => {
-                    Ok(format!("<Part><PartNumber>{number}</PartNumber><ETag>{tag}</ETag></Part>"))
-                }
+                Some(tag) if answer.status.is_success() => Ok(Part::new(number, tag)),
                 _ if answer.status == StatusCode::NOT_FOUND => {
                     let source = "what was not published is gone: another process swept it".into();
-                    Err(Error::NotFound { path: self.from.to_string(), source })
+                    Err(Error::NotFound { path: from.to_string(), source })
                 }
                 _ => Err(answer.refused()),
             };
         }
     }
 
-    /// Once only: a second answer would be about what the first request made.
-    async fn put_together(&self, parts: &[String], replaces: bool) -> Result<()> {
-        let body = format!("<CompleteMultipartUpload>{}</CompleteMultipartUpload>", parts.concat());
+    /// Makes it an object. Once only: a second answer would be about what the first request made.
+    ///
+    /// # Errors
+    /// `AlreadyExists` for one that has that name, unless it is to be replaced; `NotFound` when it was aborted; what the store says.
+    pub(super) async fn put_together(&self, parts: &[Part], replaces: bool) -> Result<()> {
+        let parts: String = parts.iter().map(|part| &*part.0).collect();
+        let body = format!("<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>");
         let condition = [(header::IF_NONE_MATCH, "*")];
         let headers = if replaces { &[][..] } else { &condition };
-        let answer = self.send(Method::POST, &[("uploadId", self.upload)], headers, body).await?;
+        let answer = self.send(Method::POST, &[("uploadId", &self.id)], headers, body).await?;
         match answer.status {
             // A store that takes long begins its answer before it knows.
             StatusCode::OK if tag(&answer.body).is_some() => Ok(()),
             StatusCode::PRECONDITION_FAILED | StatusCode::CONFLICT => {
                 Err(Error::AlreadyExists { path: self.to.to_string(), source: answer.body.into() })
+            }
+            StatusCode::NOT_FOUND => {
+                Err(Error::NotFound { path: self.to.to_string(), source: answer.body.into() })
             }
             _ => Err(answer.refused()),
         }
@@ -117,7 +157,7 @@ impl Copying<'_> {
         body: String,
     ) -> Result<Answer> {
         // Where the object is, by the library's rules.
-        let mut url = self.link.store.signed_url(method.clone(), self.to, REQUEST_MAX).await?;
+        let mut url = self.link.store.signed_url(method.clone(), &self.to, REQUEST_MAX).await?;
         url.query_pairs_mut().clear().extend_pairs(query);
         let mut request = HttpRequest::new(HttpRequestBody::from(body));
         *request.method_mut() = method;
@@ -130,6 +170,12 @@ impl Copying<'_> {
         let (parts, body) = self.link.http.execute(request).await.map_err(failed)?.into_parts();
         let body = body.bytes().await.map_err(failed)?;
         Ok(Answer { status: parts.status, body: String::from_utf8_lossy(&body).into_owned() })
+    }
+}
+
+impl Part {
+    fn new(number: u32, tag: &str) -> Self {
+        Self(format!("<Part><PartNumber>{number}</PartNumber><ETag>{tag}</ETag></Part>"))
     }
 }
 
