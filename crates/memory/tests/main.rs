@@ -6,7 +6,12 @@ mod filesystem;
 mod hdfs;
 mod lazy;
 mod refill;
+#[cfg(feature = "s3")]
+#[path = "../../repo/tests/s3/mod.rs"]
+mod s3;
 mod vault;
+#[cfg(any(feature = "hdfs", feature = "s3"))]
+mod vault_far;
 mod vault_faults;
 mod vault_full;
 mod vault_gc;
@@ -18,4 +23,5 @@ mod vault_metadata;
 mod vault_model;
 mod vault_private;
 mod vault_repair;
+mod vault_s3;
 mod vault_support;
