@@ -324,6 +324,69 @@ fn a_machine_is_restored_on_a_clone_of_its_disk() {
     assert_eq!(told, expected, "the disk's own snapshot is in its server's");
 }
 
+/// A machine is taken into an object store, and goes on from there. What was deleted while the vault was read goes with `gc`.
+#[cfg(feature = "s3")]
+#[test]
+fn a_machine_is_kept_in_s3() {
+    crate::s3::with_keys("vm_snapshot::a_machine_is_kept_in_s3", || {
+        let store = crate::s3::Store::start();
+        let images = Images::new();
+        let memory = tempfile::tempdir_in("/dev/shm").expect("memory");
+        let machine = Machine::start(&memory.path().join("memory"), images.path("qmp"), &[]);
+        let vault = store.repository("vault");
+        let run = |args: &[&str]| {
+            support::run_json(["vm"].iter().chain(args).chain(&["--json", "--vault", &vault]))
+        };
+        for name in ["mon", "tue"] {
+            let mut take = vmstrata();
+            take.args([
+                "vm",
+                "snapshot",
+                "web",
+                "--copies",
+                "1",
+                "--full-every",
+                "1",
+                "--name",
+                name,
+                "--qmp",
+            ]);
+            take.arg(&machine.monitor);
+            let output = take.env("VMSTRATA_VAULT", &vault).env("VMSTRATA_CONTROL", images.path("no-server"));
+            let output = output.output().expect("runs");
+            assert!(output.status.success(), "{}", stderr(&output));
+        }
+        drop(machine);
+        assert_eq!(names(&run(&["list", "web"])), ["tue", "mon"]);
+        let vault_in_use =
+            vmstrata_memory::vault::Vault::open_at(std::slice::from_ref(&vault)).expect("opens");
+        let reader = vault_in_use.snapshot(&"web@tue".parse().expect("a name")).expect("opens");
+        run(&["delete", "web@mon"]);
+        let refused = support::run_err(1, ["vm", "gc", "--vault", &vault]);
+        assert!(refused.contains("the vault is in use"), "{refused}");
+        drop(reader);
+        let done = run(&["gc"]);
+        assert!(done["removed"].as_u64() > Some(0) && done["freed"].as_u64() > Some(0), "{done}");
+        assert_eq!(run(&["verify"])[0]["whole"], true);
+        assert!(store.keys().iter().all(|key| key.starts_with("vault/") && !key.contains("/.")));
+
+        let log = images.path("log");
+        let mut restore = vmstrata();
+        restore.args(["vm", "restore", "web@tue", "--vault", &vault]);
+        restore.arg("--qmp").arg(images.path("qmp")).arg("--memory-dir").arg(memory.path());
+        restore.args(["--", "qemu-system-x86_64", "-nodefaults", "-display", "none", "-accel", "tcg"]);
+        restore.args(["-machine", "q35,memory-backend=mem", "-m", "64"]);
+        restore.env("VMSTRATA_CONTROL", images.path("no-server")).stderr(File::create(&log).expect("a log"));
+        let mut restore = restore.spawn().expect("starts");
+        let said = || std::fs::read_to_string(&log).expect("a log");
+        let is_restored = || said().contains("restored in");
+        wait_until("the guest", || is_restored() || restore.try_wait().expect("waits").is_some());
+        assert!(is_restored(), "{}", said());
+        kill_process(Pid::from_child(&restore), Signal::TERM).expect("it runs");
+        restore.wait().expect("ends");
+    });
+}
+
 fn vm_list(images: &Images) -> Value {
     support::run_json(["vm", "list", "web", "--json", "--vault", &images.name("vault")])
 }

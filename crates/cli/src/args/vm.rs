@@ -161,6 +161,7 @@ Examples:
   vmstrata vm snapshot web --vault /tmp/v --copies 1 --mode stop
   vmstrata vm snapshot web --vault /srv/a --vault /srv/b --copies 2 --every 10m --keep hourly=24,daily=7
   vmstrata vm snapshot web --vault 'hdfs://namenode:8020/vault?block=4M' --copies 3 --clean-copies 1
+  vmstrata vm snapshot web --vault s3://bucket/vault --copies 1
 
 The guest is held while its devices are saved and its memory is copied; then it goes on, also when the command fails, is \
 interrupted or killed. Its disks get a snapshot of the same name, if vmstrata serves them; clean pages of cache that are \

@@ -31,7 +31,7 @@ pub enum VmStoreCommand {
 #[derive(Clone, Debug, Args)]
 pub struct VaultArgs {
     /// A directory that holds copies, each best on a device of its own; or hdfs://NAMENODE[:PORT]/DIR, which keeps as many
-    /// copies as it is told (repeatable)
+    /// copies as it is told; or s3://BUCKET[/PREFIX][?endpoint=http[s]://HOST[:PORT]], which counts as one copy (repeatable)
     #[arg(long, value_name = "REPOSITORY", required = true, env = "VMSTRATA_VAULT", value_parser = parse_repositories)]
     pub vault: Vec<Repositories>,
 }
@@ -96,6 +96,7 @@ Examples:
   vmstrata vm list --vault /srv/a --vault /srv/b --vault /srv/c
   VMSTRATA_VAULT=/srv/a:/srv/b:/srv/c vmstrata vm list web --json | jq -r '.snapshots[].name'
   vmstrata vm list --vault hdfs://namenode:8020/vault
+  vmstrata vm list --vault 's3://bucket/vault?endpoint=http://minio:9000'
 
 COST is what a snapshot added to the vault, all copies; it shares the rest with older ones. Nothing is read but what is \
 said of each snapshot: whether its pages are whole is what `vmstrata vm verify` finds out.
