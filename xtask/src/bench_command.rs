@@ -35,8 +35,8 @@ enum What {
     Rocksdb(PlainBench),
     /// Disks whose epochs go to a NAS: what a guest feels, bytes, take-over, outage. As the superuser.
     Tier(PartsBench<tier::Part>),
-    /// Guests that boot from one base on a NAS, beside a local disk and stock QEMU on the NAS. As the superuser.
-    Base(PlainBench),
+    /// Guests that boot from one base on a NAS or in S3, beside a local disk and stock QEMU on the NAS. As the superuser.
+    Base(PartsBench<base::Part>),
     /// A disk in use that moves to another directory, beside stock QEMU's mirror (10 GiB of files).
     Move(PartsBench<moving::Part>),
     /// Guests that flush often, with a flush log and without, beside stock QEMU. As the superuser.
@@ -207,11 +207,13 @@ impl Bench {
                 tier::run(&tier::Options { rounds, publish, parts, ..usual }).map(|_| ())
             }
             What::Base(bench) => {
-                let dir = bench.dir(root, "base");
-                let usual = if bench.quick { base::Options::quick(dir) } else { base::Options::full(dir) };
+                let dir = bench.plain.dir(root, "base");
+                let usual =
+                    if bench.plain.quick { base::Options::quick(dir) } else { base::Options::full(dir) };
                 let publish = bench.publish(root);
-                let rounds = bench.rounds.unwrap_or(usual.rounds);
-                base::run(&base::Options { rounds, publish, ..usual }).map(|_| ())
+                let rounds = bench.plain.rounds.unwrap_or(usual.rounds);
+                let parts = bench.parts().unwrap_or(usual.parts);
+                base::run(&base::Options { rounds, publish, parts, ..usual }).map(|_| ())
             }
             What::Move(bench) => {
                 let dir = bench.plain.dir(root, "move");

@@ -267,12 +267,20 @@ pub fn serve_node(mut command: Command, socket: &Path, data_seed: u64) -> Result
         "vhost-user-blk,id=blk,node-name=disk,addr.type=unix,addr.path={},writable=on",
         socket.display()
     ));
+    serve_at(command, "QEMU", socket, data_seed)
+}
+
+/// Has a command serve a disk at a socket, for the first client that comes; `who` names it.
+///
+/// # Errors
+/// When it ends or stays silent, with what it said.
+pub fn serve_at(mut command: Command, who: &str, socket: &Path, data_seed: u64) -> Result<(Child, Client)> {
     let log = socket.with_extension("log");
     let out = File::create(&log)?;
     let mut child = command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out).spawn()?;
     let said = || fs::read_to_string(&log).unwrap_or_default();
     let connect = || Client::connect(&Target::VhostUser(socket.to_owned()), data_seed, false);
-    match wait_for_answer(&mut child, "QEMU", OPEN_MAX, said, connect) {
+    match wait_for_answer(&mut child, who, OPEN_MAX, said, connect) {
         Ok(client) => Ok((child, client)),
         Err(error) => {
             let _ = child.kill();

@@ -106,7 +106,7 @@ impl Guest {
 }
 
 /// The `target` directory this program was built in.
-fn target() -> Result<PathBuf> {
+pub(crate) fn target() -> Result<PathBuf> {
     let vmstrata = crate::bench::server::vmstrata();
     let target = vmstrata.ancestors().nth(2).context("this program lies outside a target directory")?;
     Ok(target.to_owned())

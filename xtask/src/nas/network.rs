@@ -24,6 +24,8 @@ const PREFIX: &str = "vmstrata-";
 const NAMESPACES: &str = "/run/netns";
 /// The server's address.
 pub(super) const NAS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 2);
+/// Where an object store listens, at the same address.
+pub(super) const S3_PORT: u16 = 9000;
 
 /// See the module documentation. Dropping it ends what runs in it.
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-//! What lies between hosts and a NAS: forwards connections, and delays both directions.
+//! What lies between hosts and a NAS or an object store: forwards connections, and delays both directions.
 
 use std::io::{self, Read as _, Write as _};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use super::link::{MOUNT_PORT, NFS_PORT};
-use super::network::{NAS, Network};
+use super::network::{NAS, Network, S3_PORT};
 
 /// What stock clients ask for the other ports.
 const PORTMAP_PORT: u16 = 111;
@@ -37,7 +37,7 @@ impl Proxy {
             // Sockets and threads are of the namespace in which they are made.
             let start = || -> Result<()> {
                 network.enter("wire")?;
-                for port in [PORTMAP_PORT, NFS_PORT, MOUNT_PORT] {
+                for port in [PORTMAP_PORT, NFS_PORT, MOUNT_PORT, S3_PORT] {
                     let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))?;
                     let proxy = proxy.clone();
                     thread::Builder::new()

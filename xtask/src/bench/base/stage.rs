@@ -16,19 +16,19 @@ use super::super::server::{serve_node, vmstrata};
 use super::boot::Boot;
 use crate::nas::{Mount, Nas, WIRE_BYTES_PER_S};
 
-const SEED: u64 = 20_261_130;
+pub(super) const SEED: u64 = 20_261_130;
 /// What of a wire's bytes is payload: the rest are headers.
-const PAYLOAD: f64 = WIRE_BYTES_PER_S / 125e6;
+pub(super) const PAYLOAD: f64 = WIRE_BYTES_PER_S / 125e6;
 const BASE: &str = "golden.qcow2";
 
 /// A NAS with a base, and what each host sees of it.
 pub(super) struct Stage<'a> {
-    pub(super) nas: &'a Nas,
     pub(super) dir: &'a Path,
-    /// Of each host; the first is host 1.
-    pub(super) mounts: Vec<Mount>,
+    /// Of each host; the first is host 1. Unmounted before the NAS goes.
+    mounts: Vec<Mount>,
+    pub(super) nas: Nas,
     /// The same base on this machine's disk.
-    pub(super) local: PathBuf,
+    pub(super) local: &'a Path,
 }
 
 /// What guests found that booted together.
@@ -58,10 +58,22 @@ impl Served {
     }
 }
 
-impl Stage<'_> {
+impl<'a> Stage<'a> {
+    /// A NAS with nothing on it, and so many hosts; files are made in `dir`.
+    pub(super) fn new(hosts: u8, dir: &'a Path, local: &'a Path) -> Result<Self> {
+        let nas = Nas::start(hosts)?;
+        let mount = |host: u8| -> Result<Mount> {
+            let at = dir.join(format!("mount{host}"));
+            fs::create_dir(&at)?;
+            Mount::new(&nas, host, &at)
+        };
+        let mounts = (1..=hosts).map(mount).collect::<Result<_>>()?;
+        Ok(Self { dir, mounts, nas, local })
+    }
+
     /// Publishes the base on the NAS, from host 1.
     pub(super) fn publish(&self) -> Result<()> {
-        fs::copy(&self.local, self.nas.export().join(BASE))?;
+        fs::copy(self.local, self.nas.export().join(BASE))?;
         let mut publish = Command::new(vmstrata());
         publish.args(["base", "publish"]).arg(self.base(1)).args(["--version", "v1", "--tier"]);
         timed(publish.arg(self.dir.join("publisher"))).map(drop)
@@ -111,7 +123,7 @@ impl Stage<'_> {
         let dir = self.dir.join("local");
         fs::create_dir_all(&dir)?;
         let overlay = dir.join("desk.qcow2");
-        overlay_on(&self.local, &overlay)?;
+        overlay_on(self.local, &overlay)?;
         serve_keyed(&[overlay], &dir, "", self.local.parent().context("a directory")?)
     }
 
@@ -120,10 +132,10 @@ impl Stage<'_> {
         let dir = self.host_dir(host).join("plain");
         fs::create_dir_all(&dir)?;
         let (server, path) = self.nas.address(host, "plain.qcow2");
-        fs::copy(&self.local, &path)?;
+        fs::copy(self.local, &path)?;
         let serve = |number: usize| -> Result<(Served, PathBuf)> {
             let (overlay, socket) = (dir.join(format!("{number}.qcow2")), dir.join(format!("{number}.sock")));
-            overlay_on(&self.local, &overlay)?;
+            overlay_on(self.local, &overlay)?;
             let mut command = self.nas.network().on_host(host, Path::new("qemu-storage-daemon"));
             let direct = "cache.direct=on,cache.no-flush=off";
             for blockdev in [
