@@ -1,7 +1,7 @@
 //! The benchmark of bases, small: hosts whose guests boot together get each byte of their base once from a real NFS server, and none again.
 
 use xtask::bench::base::{self, Options, Part};
-use xtask::bench::report::Report;
+use xtask::bench::report::{Report, Row};
 
 /// Runs a part, and looks whether its files are gone. `None` where there can be no NAS.
 fn run(part: Part) -> Option<Report> {
@@ -31,4 +31,11 @@ fn a_host_that_has_nothing_boots_from_an_object_store() {
     let Some(report) = run(Part::S3) else { return };
     let came = report.rows.iter().find(|row| row.name.ends_with("from the store")).expect("bytes");
     assert!(came.value > 1.0, "{came:?}");
+}
+
+#[test]
+fn upgrades_that_the_next_base_has_are_not_shipped() {
+    let Some(report) = run(Part::Upgrade) else { return };
+    let bounded: Vec<_> = report.rows.iter().filter_map(Row::met).collect();
+    assert_eq!(bounded, [true; 2], "{:?}", report.rows);
 }

@@ -4,6 +4,7 @@
 //!   boot     a real guest boots once on a local disk; its reads are noted
 //!   storm    one client, five of one host, twenty-five of five hosts do the same reads at once: time, bytes from the NAS; and again
 //!   s3       one does them on a disk that a far object store has, with the list of what earlier starts read and without
+//!   upgrade  the guests of one host write what the base's next version has, too: bytes to the NAS
 //!      └──► report (rows beside their bounds) ──► docs/measurements/base.json, docs/bases.md
 //! ```
 //!
@@ -14,6 +15,7 @@ mod boot;
 mod far;
 mod stage;
 mod storm;
+mod upgrade;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -46,10 +48,12 @@ pub enum Part {
     Storm,
     /// A guest that boots from an object store.
     S3,
+    /// Guests that apply the same upgrade.
+    Upgrade,
 }
 
 impl Part {
-    const ALL: [Self; 2] = [Self::Storm, Self::S3];
+    const ALL: [Self; 3] = [Self::Storm, Self::S3, Self::Upgrade];
 }
 
 /// What the command line asks for.
@@ -132,6 +136,7 @@ pub fn run(options: &Options) -> Result<Report> {
         match part {
             Part::Storm => storm::run(options, &stage(options.hosts)?, &boot, &mut report)?,
             Part::S3 => far::run(options, &stage(1)?, &boot, &mut report)?,
+            Part::Upgrade => upgrade::run(options, &stage(2)?, &mut report)?,
         }
     }
     SHOWN.publish_parts(options.publish.as_deref(), &report, options.parts == Part::ALL)?;

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Barrier;
 use std::thread;
-use std::time::Duration;
 
 use anyhow::{Context, Result};
 
@@ -40,6 +39,13 @@ pub(super) struct Storm {
     pub(super) bytes: Vec<f64>,
 }
 
+/// Where stock QEMU has the overlays that guests write to; their base is on the NAS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Overlays {
+    OnHost,
+    OnNas,
+}
+
 /// Who serves: ends with this.
 pub(super) enum Served {
     Vmstrata(Fleet),
@@ -47,7 +53,7 @@ pub(super) enum Served {
 }
 
 impl Served {
-    fn stop(self) -> Result<()> {
+    pub(super) fn stop(self) -> Result<()> {
         match self {
             Self::Vmstrata(fleet) => fleet.stop(),
             Self::Qemu(mut child) => {
@@ -71,31 +77,42 @@ impl<'a> Stage<'a> {
         Ok(Self { dir, mounts, nas, local })
     }
 
-    /// Publishes the base on the NAS, from host 1.
-    pub(super) fn publish(&self) -> Result<()> {
+    /// Publishes the base on the NAS, as `v1`, from a host.
+    pub(super) fn publish(&self, host: u8) -> Result<()> {
         fs::copy(self.local, self.nas.export().join(BASE))?;
-        let mut publish = Command::new(vmstrata());
-        publish.args(["base", "publish"]).arg(self.base(1)).args(["--version", "v1", "--tier"]);
-        timed(publish.arg(self.dir.join("publisher"))).map(drop)
+        timed(&mut self.publish_version(host, "v1")).map(drop)
     }
 
-    fn mount(&self, host: u8) -> &Path {
+    /// Publishes what an image holds as a version of the base, from the host that has published it.
+    pub(super) fn publish_from(&self, host: u8, version: &str, image: &Path) -> Result<()> {
+        timed(self.publish_version(host, version).arg("--from").arg(image)).map(drop)
+    }
+
+    fn publish_version(&self, host: u8, version: &str) -> Command {
+        let mut publish = Command::new(vmstrata());
+        publish.args(["base", "publish"]).arg(self.base(host)).args(["--version", version, "--tier"]);
+        publish.arg(self.dir.join("publisher"));
+        publish
+    }
+
+    /// Where a host has mounted the NAS.
+    pub(super) fn mount(&self, host: u8) -> &Path {
         self.mounts[usize::from(host) - 1].dir()
     }
 
-    fn base(&self, host: u8) -> PathBuf {
+    /// The base, as a host sees it.
+    pub(super) fn base(&self, host: u8) -> PathBuf {
         self.mount(host).join(BASE)
     }
 
     /// Where a host keeps its files.
-    fn host_dir(&self, host: u8) -> PathBuf {
+    pub(super) fn host_dir(&self, host: u8) -> PathBuf {
         self.dir.join(format!("host{host}"))
     }
 
-    /// Clones of the published base, in files of the host.
-    pub(super) fn clones(&self, host: u8, count: usize) -> Result<Vec<PathBuf>> {
-        let dir = self.host_dir(host);
-        fs::create_dir_all(&dir)?;
+    /// Clones of the published base that a host makes, in files in `dir`.
+    pub(super) fn clones(&self, host: u8, dir: &Path, count: usize) -> Result<Vec<PathBuf>> {
+        fs::create_dir_all(dir)?;
         let clone = |number: usize| -> Result<PathBuf> {
             let path = dir.join(format!("desk{number}.qcow2"));
             let mut clone = Command::new(vmstrata());
@@ -127,23 +144,41 @@ impl<'a> Stage<'a> {
         serve_keyed(&[overlay], &dir, "", self.local.parent().context("a directory")?)
     }
 
-    /// Has stock QEMU of a host serve overlays on the base as it lies on the NAS, each by a process of its own.
-    pub(super) fn serve_plain(&self, host: u8, count: usize) -> Result<Vec<(Served, PathBuf)>> {
+    /// Has stock QEMU of a host serve new overlays on the base as it lies on the NAS, each by a process of its own.
+    pub(super) fn serve_plain(
+        &self,
+        host: u8,
+        count: usize,
+        overlays: Overlays,
+    ) -> Result<Vec<(Served, PathBuf)>> {
         let dir = self.host_dir(host).join("plain");
         fs::create_dir_all(&dir)?;
         let (server, path) = self.nas.address(host, "plain.qcow2");
-        fs::copy(self.local, &path)?;
+        if !Path::new(&path).exists() {
+            fs::copy(self.local, &path)?;
+        }
         let serve = |number: usize| -> Result<(Served, PathBuf)> {
-            let (overlay, socket) = (dir.join(format!("{number}.qcow2")), dir.join(format!("{number}.sock")));
-            overlay_on(self.local, &overlay)?;
+            let (name, socket) = (format!("plain{host}-{number}.qcow2"), dir.join(format!("{number}.sock")));
             let mut command = self.nas.network().on_host(host, Path::new("qemu-storage-daemon"));
             let direct = "cache.direct=on,cache.no-flush=off";
-            for blockdev in [
+            let nfs = |node: &str, path: &str| {
                 format!(
-                    "driver=nfs,node-name=nas,server.type=inet,server.host={server},path={path},read-only=on,{direct}"
-                ),
+                    "driver=nfs,node-name={node},server.type=inet,server.host={server},path={path},{direct}"
+                )
+            };
+            let overlay = match overlays {
+                Overlays::OnHost => dir.join(name),
+                Overlays::OnNas => self.nas.export().join(name),
+            };
+            overlay_on(self.local, &overlay)?;
+            let overlay = overlay.display().to_string();
+            for blockdev in [
+                format!("{},read-only=on", nfs("nas", &path)),
                 format!("driver=qcow2,node-name=base,file=nas,read-only=on,{direct}"),
-                format!("driver=file,node-name=own,filename={}", overlay.display()),
+                match overlays {
+                    Overlays::OnHost => format!("driver=file,node-name=own,filename={overlay}"),
+                    Overlays::OnNas => nfs("own", &overlay),
+                },
                 "driver=qcow2,node-name=disk,file=own,backing=base".to_owned(),
             ] {
                 command.arg("--blockdev").arg(blockdev);
@@ -165,16 +200,8 @@ impl<'a> Stage<'a> {
         let hosts = 1..=self.mounts.len() as u8;
         let seen =
             || hosts.clone().map(|host| self.nas.network().received_bytes(host)).collect::<Result<Vec<_>>>();
-        let (before, ready) = (seen()?, Barrier::new(sockets.len()));
-        let one = |socket: &PathBuf| -> Result<Duration> {
-            let client = Client::connect(&Target::VhostUser(socket.clone()), SEED, false);
-            ready.wait();
-            boot.again(&mut client?, speed)
-        };
-        let times = thread::scope(|scope| {
-            let running: Vec<_> = sockets.iter().map(|socket| scope.spawn(|| one(socket))).collect();
-            running.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Result<Vec<_>>>()
-        })?;
+        let before = seen()?;
+        let times = at_once(&sockets, |_, client| boot.again(client, speed))?;
         let came = seen()?.into_iter().zip(before);
         let bytes = came.map(|(now, before)| (now - before) as f64 * PAYLOAD);
         let storm =
@@ -182,6 +209,26 @@ impl<'a> Stage<'a> {
         served.into_iter().try_for_each(Served::stop)?;
         Ok(storm)
     }
+}
+
+/// A client of each socket does its work, which gets the client's number; all begin at once.
+pub(super) fn at_once<T: Send>(
+    sockets: &[PathBuf],
+    work: impl Fn(usize, &mut Client) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let ready = Barrier::new(sockets.len());
+    let one = |number: usize, socket: &PathBuf| -> Result<T> {
+        let client = Client::connect(&Target::VhostUser(socket.clone()), SEED, false);
+        ready.wait();
+        work(number, &mut client?)
+    };
+    let one = &one;
+    thread::scope(|scope| {
+        let sockets = sockets.iter().enumerate();
+        let running: Vec<_> =
+            sockets.map(|(number, socket)| scope.spawn(move || one(number, socket))).collect();
+        running.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    })
 }
 
 /// Serves disks whose backing files are in the directory `backing`.

@@ -9,7 +9,7 @@ use super::super::report::{Report, Row};
 use super::super::results::{median, ratios};
 use super::Options;
 use super::boot::Boot;
-use super::stage::{Stage, Storm};
+use super::stage::{Overlays, Stage, Storm};
 
 /// What each side found, round by round.
 #[derive(Debug, Default)]
@@ -24,15 +24,16 @@ struct Found {
 }
 
 pub(super) fn run(options: &Options, stage: &Stage<'_>, boot: &Boot, report: &mut Report) -> Result<()> {
-    stage.publish()?;
+    stage.publish(1)?;
     let found = storms(options, stage, boot)?;
     rows(options, &found, fs::metadata(stage.local)?.len() as f64, report);
     Ok(())
 }
 
 fn storms(options: &Options, stage: &Stage<'_>, boot: &Boot) -> Result<Found> {
-    let clones: Vec<_> =
-        (1..=options.hosts).map(|host| stage.clones(host, options.guests)).collect::<Result<_>>()?;
+    let clones: Vec<_> = (1..=options.hosts)
+        .map(|host| stage.clones(host, &stage.host_dir(host), options.guests))
+        .collect::<Result<_>>()?;
     let mut found = Found::default();
     let forget = || (1..=options.hosts).try_for_each(|host| stage.forget(host));
     // Guests of the first hosts.
@@ -46,7 +47,7 @@ fn storms(options: &Options, stage: &Stage<'_>, boot: &Boot) -> Result<Found> {
         stage.storm((served, sockets), boot, options.speed)
     };
     let plain = |guests: usize| -> Result<Storm> {
-        let served = stage.serve_plain(1, guests)?;
+        let served = stage.serve_plain(1, guests, Overlays::OnHost)?;
         stage.storm(served.into_iter().unzip(), boot, options.speed)
     };
     for _ in 0..options.rounds {
