@@ -39,3 +39,11 @@ fn upgrades_that_the_next_base_has_are_not_shipped() {
     let bounded: Vec<_> = report.rows.iter().filter_map(Row::met).collect();
     assert_eq!(bounded, [true; 2], "{:?}", report.rows);
 }
+
+#[test]
+fn waits_of_guests_that_boot_and_work_are_counted() {
+    let Some(report) = run(Part::Responses) else { return };
+    let [bursts, long @ ..] = &report.rows[..] else { panic!("no rows") };
+    assert!(bursts.value > 10.0, "{bursts:?}");
+    assert!(long.len() == 2 && long.iter().all(|row| row.value <= 100.0), "{long:?}");
+}

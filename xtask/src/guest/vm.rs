@@ -20,6 +20,8 @@ pub enum Attach {
     Nbd(PathBuf),
     /// QEMU's own qcow2 driver and virtio-blk, read-only.
     Qcow2(PathBuf),
+    /// What this option of QEMU says, without a name, and virtio-blk.
+    Blockdev(String),
 }
 
 /// What init is told to do.
@@ -175,6 +177,10 @@ impl Vm {
                 command.arg("-blockdev").arg(format!(
                     "driver=qcow2,node-name=disk,read-only=on,file.driver=file,file.filename={file}"
                 ));
+                command.args(["-device", "virtio-blk-pci,drive=disk"]);
+            }
+            Attach::Blockdev(option) => {
+                command.arg("-blockdev").arg(format!("node-name=disk,{option}"));
                 command.args(["-device", "virtio-blk-pci,drive=disk"]);
             }
         }

@@ -5,6 +5,7 @@
 //!   storm    one client, five of one host, twenty-five of five hosts do the same reads at once: time, bytes from the NAS; and again
 //!   s3       one does them on a disk that a far object store has, with the list of what earlier starts read and without
 //!   upgrade  the guests of one host write what the base's next version has, too: bytes to the NAS
+//!   responses    guests boot, write and read, as one did in stock QEMU: how often one waits long for its disk
 //!      └──► report (rows beside their bounds) ──► docs/measurements/base.json, docs/bases.md
 //! ```
 //!
@@ -13,9 +14,11 @@
 
 mod boot;
 mod far;
+mod responses;
 mod stage;
 mod storm;
 mod upgrade;
+mod work;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -32,6 +35,7 @@ use crate::guest::{Guest, RootImage};
 use crate::nas;
 use boot::Boot;
 use stage::Stage;
+use work::Work;
 
 /// Where the results are kept.
 pub const SHOWN: Shown = Shown {
@@ -50,10 +54,12 @@ pub enum Part {
     S3,
     /// Guests that apply the same upgrade.
     Upgrade,
+    /// How often guests wait long.
+    Responses,
 }
 
 impl Part {
-    const ALL: [Self; 3] = [Self::Storm, Self::S3, Self::Upgrade];
+    const ALL: [Self; 4] = [Self::Storm, Self::S3, Self::Upgrade, Self::Responses];
 }
 
 /// What the command line asks for.
@@ -71,6 +77,10 @@ pub struct Options {
     pub far: Duration,
     /// Whether a host notes for the others what a guest reads at its start, which takes two minutes.
     pub notes_start: bool,
+    /// Trees of files that the guest writes and reads whose waits are looked at.
+    pub work: u32,
+    /// Guests that wait begin so far apart, on average.
+    pub apart: Duration,
     /// Rounds.
     pub rounds: u32,
     /// What is measured.
@@ -91,6 +101,8 @@ impl Options {
             speed: 1,
             far: Duration::from_millis(20),
             notes_start: true,
+            work: 6,
+            apart: Duration::from_millis(500),
             rounds: 5,
             parts: Part::ALL.to_vec(),
             dir,
@@ -107,6 +119,8 @@ impl Options {
             speed: 20,
             far: Duration::from_millis(5),
             notes_start: false,
+            work: 1,
+            apart: Duration::from_millis(20),
             rounds: 1,
             parts: Part::ALL.to_vec(),
             dir,
@@ -137,6 +151,10 @@ pub fn run(options: &Options) -> Result<Report> {
             Part::Storm => storm::run(options, &stage(options.hosts)?, &boot, &mut report)?,
             Part::S3 => far::run(options, &stage(1)?, &boot, &mut report)?,
             Part::Upgrade => upgrade::run(options, &stage(2)?, &mut report)?,
+            Part::Responses => {
+                let work = Work::record(&guest, &local, options.work, dir.path())?;
+                responses::run(options, &stage(options.hosts)?, &work, &mut report)?;
+            }
         }
     }
     SHOWN.publish_parts(options.publish.as_deref(), &report, options.parts == Part::ALL)?;
@@ -174,6 +192,10 @@ fn parameters(options: &Options, boot: &Boot) -> Vec<(String, String)> {
         named(
             "object store",
             format!("moto, S3, in memory; behind the same wire, and {} ms", options.far.as_millis()),
+        ),
+        named(
+            "waits",
+            format!("{} trees of files; guests begin {} ms apart", options.work, options.apart.as_millis()),
         ),
         named("rounds", options.rounds.to_string()),
         named("all of it", "cargo xtask bench base".into()),
