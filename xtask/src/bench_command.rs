@@ -35,7 +35,7 @@ enum What {
     Rocksdb(PlainBench),
     /// Disks whose epochs go to a NAS: what a guest feels, bytes, take-over, outage. As the superuser.
     Tier(PartsBench<tier::Part>),
-    /// Guests that boot from one base, upgrade and wait, beside a local disk and stock QEMU on the NAS. As the superuser.
+    /// Guests that boot from one base, upgrade, swap and wait, beside a local disk and stock QEMU on the NAS. As the superuser.
     Base(PartsBench<base::Part>),
     /// A disk in use that moves to another directory, beside stock QEMU's mirror (10 GiB of files).
     Move(PartsBench<moving::Part>),

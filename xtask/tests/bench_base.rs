@@ -41,6 +41,13 @@ fn upgrades_that_the_next_base_has_are_not_shipped() {
 }
 
 #[test]
+fn what_a_guest_swaps_to_a_disk_of_its_host_does_not_reach_the_nas() {
+    let Some(report) = run(Part::Swap) else { return };
+    let sent = report.rows.iter().find(|row| row.name == "swap: to the NAS").expect("bytes");
+    assert!(sent.met() == Some(true) && sent.qemu > Some(1.0), "{sent:?}");
+}
+
+#[test]
 fn waits_of_guests_that_boot_and_work_are_counted() {
     let Some(report) = run(Part::Responses) else { return };
     let [bursts, long @ ..] = &report.rows[..] else { panic!("no rows") };

@@ -7,7 +7,7 @@
 //!   fresh   ──► a disk of one layer, and what its first snapshots cost
 //!   flush   ─► guests that flush often, with a flush log and without
 //!   tier    ─► disks whose epochs go to a NAS, beside none and beside QEMU on the NAS
-//!   base    ─► guests that boot from one base on a NAS, upgrade and wait
+//!   base    ─► guests that boot from one base on a NAS, upgrade, swap and wait
 //!   rocksdb ─► a database in a guest, on a long history and on one layer
 //!   history ──► the same servers and client, over a thousand snapshots of a live disk
 //!   memory  ──► guests at work, their memory taken and given back, beside full copies and QEMU's migration

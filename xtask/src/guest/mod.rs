@@ -19,6 +19,7 @@ pub mod packages;
 pub mod rocksdb;
 mod served;
 pub mod suites;
+pub mod swap;
 pub mod system;
 pub mod trio;
 pub mod vm;

@@ -56,6 +56,8 @@ pub enum Task {
     Databases,
     /// Have programs flush often: see [`super::flushes`].
     Flushes(super::flushes::Operations),
+    /// Swap, in a guest of [`super::swap::guest`].
+    Swap(super::swap::Swapping),
 }
 
 impl Task {
@@ -74,6 +76,7 @@ impl Task {
             Self::Rocksdb(operations) => operations.command_line(),
             Self::Databases => "task=prepare rootflags=ro".into(),
             Self::Flushes(operations) => operations.command_line(),
+            Self::Swap(swapping) => swapping.command_line(),
         }
     }
 }

@@ -5,6 +5,7 @@
 //!   storm    one client, five of one host, twenty-five of five hosts do the same reads at once: time, bytes from the NAS; and again
 //!   s3       one does them on a disk that a far object store has, with the list of what earlier starts read and without
 //!   upgrade  the guests of one host write what the base's next version has, too: bytes to the NAS
+//!   swap     a guest with little memory swaps: through vmstrata, to a local file, to the NAS
 //!   responses    guests boot, write and read, as one did in stock QEMU: how often one waits long for its disk
 //!      └──► report (rows beside their bounds) ──► docs/measurements/base.json, docs/bases.md
 //! ```
@@ -17,6 +18,7 @@ mod far;
 mod responses;
 mod stage;
 mod storm;
+mod swap;
 mod upgrade;
 mod work;
 
@@ -31,6 +33,7 @@ use super::history::take::timed;
 use super::report::Report;
 use super::server::{self, vmstrata};
 use super::shown::Shown;
+use crate::guest::swap::Swapping;
 use crate::guest::{Guest, RootImage};
 use crate::nas;
 use boot::Boot;
@@ -54,12 +57,14 @@ pub enum Part {
     S3,
     /// Guests that apply the same upgrade.
     Upgrade,
+    /// A guest that swaps.
+    Swap,
     /// How often guests wait long.
     Responses,
 }
 
 impl Part {
-    const ALL: [Self; 4] = [Self::Storm, Self::S3, Self::Upgrade, Self::Responses];
+    const ALL: [Self; 5] = [Self::Storm, Self::S3, Self::Upgrade, Self::Swap, Self::Responses];
 }
 
 /// What the command line asks for.
@@ -77,6 +82,8 @@ pub struct Options {
     pub far: Duration,
     /// Whether a host notes for the others what a guest reads at its start, which takes two minutes.
     pub notes_start: bool,
+    /// What the guest does that swaps.
+    pub swapping: Swapping,
     /// Trees of files that the guest writes and reads whose waits are looked at.
     pub work: u32,
     /// Guests that wait begin so far apart, on average.
@@ -101,6 +108,7 @@ impl Options {
             speed: 1,
             far: Duration::from_millis(20),
             notes_start: true,
+            swapping: Swapping { memory_mib: 256, mib: 384, rounds: 2 },
             work: 6,
             apart: Duration::from_millis(500),
             rounds: 5,
@@ -119,6 +127,7 @@ impl Options {
             speed: 20,
             far: Duration::from_millis(5),
             notes_start: false,
+            swapping: Swapping { memory_mib: 96, mib: 80, rounds: 0 },
             work: 1,
             apart: Duration::from_millis(20),
             rounds: 1,
@@ -151,6 +160,7 @@ pub fn run(options: &Options) -> Result<Report> {
             Part::Storm => storm::run(options, &stage(options.hosts)?, &boot, &mut report)?,
             Part::S3 => far::run(options, &stage(1)?, &boot, &mut report)?,
             Part::Upgrade => upgrade::run(options, &stage(2)?, &mut report)?,
+            Part::Swap => swap::run(options, &stage(1)?, &mut report)?,
             Part::Responses => {
                 let work = Work::record(&guest, &local, options.work, dir.path())?;
                 responses::run(options, &stage(options.hosts)?, &work, &mut report)?;
@@ -192,6 +202,15 @@ fn parameters(options: &Options, boot: &Boot) -> Vec<(String, String)> {
         named(
             "object store",
             format!("moto, S3, in memory; behind the same wire, and {} ms", options.far.as_millis()),
+        ),
+        named(
+            "swap",
+            format!(
+                "{} MiB of data in {} MiB of memory; written, read {} times",
+                options.swapping.mib,
+                options.swapping.memory_mib,
+                options.swapping.rounds + 2
+            ),
         ),
         named(
             "waits",
