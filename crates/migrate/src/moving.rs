@@ -592,7 +592,10 @@ impl Moving {
                 // While the overlay is there, what it stands on says that it is not the disk.
                 if from.symlink_metadata().is_ok() {
                     // If this fails, the next move does it.
-                    undo_half_switch(&self.disk, &from)?;
+                    if let Err(undo) = undo_half_switch(&self.disk, &from) {
+                        tracing::warn!(disk = %from.display(), %error, "the disk was not switched, and what the switch made is still there");
+                        return Err(undo);
+                    }
                 }
                 self.unless_changed(error)
             }
@@ -693,7 +696,7 @@ pub(crate) fn undo_half_switch(disk: &Disk, from: &Path) -> Result<()> {
         }
         fs::remove_file(to).map_err(Error::of_file(to, action))?;
     }
-    // Also where an earlier try removed it: a power failure could bring it back, and the second name, of which no note tells then.
+    // Also where an earlier try removed it: after a power failure it would be back, and no note would name it.
     flush_directory(&directory_of(to))?;
     // Snapshots may have been taken since: the second name may be that of a layer by now.
     let chain: Vec<PathBuf> = disk.layers().into_iter().map(|layer| layer.path).collect();

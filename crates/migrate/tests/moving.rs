@@ -420,6 +420,31 @@ fn what_a_killed_switch_left_is_not_the_disk() {
     disk.close().unwrap();
 }
 
+/// Its name may be taken while layers are copied.
+#[test]
+fn a_file_at_the_target_stays_where_the_switch_fails() {
+    let dir = scratch();
+    let (old, new) = directories(dir.path());
+    let (path, states) = with_history(&old, 1);
+    let disk = open_with(&path, &OpenOptions::default());
+    let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+    let to = new.join("web.qcow2");
+    fs::copy(&path, &to).unwrap();
+    let other = fs::read(&to).unwrap();
+    let error = (0..10_000).find_map(|_| moving.step(1 << 20).err()).expect("the name is taken");
+    assert!(error.to_string().contains(to.to_str().unwrap()), "{error}");
+    assert_eq!(fs::read(&to).unwrap(), other);
+    assert_reads(&disk, &states[1], "not moved");
+    drop(moving);
+    fs::remove_file(&to).unwrap();
+    let mut moving = Moving::begin(&disk, &options(&new)).unwrap();
+    finish(&mut moving);
+    moving.let_go().unwrap();
+    assert_eq!(files_in(&old), [".web.qcow2.moved"]);
+    assert_reads(&disk, &states[1], "moved");
+    disk.close().unwrap();
+}
+
 /// Else it would be taken for the disk once nothing is at the old path.
 #[test]
 fn what_a_killed_switch_left_goes_wherever_the_disk_moves_next() {
