@@ -99,7 +99,7 @@ fn end_of_first(text: &str) -> usize {
     let next_colon = |from: usize| text[from..].find(':').map_or(text.len(), |at| from + at);
     let path = scheme(text).map_or(0, |scheme| {
         let host = scheme.len() + "://".len();
-        text[host..].find('/').map_or(text.len(), |at| host + at)
+        text[host..].find(['/', '?']).map_or(text.len(), |at| host + at)
     });
     let end = next_colon(path);
     let Some(endpoint) = text[path..end].rfind(ENDPOINT).map(|at| path + at + ENDPOINT.len()) else {
@@ -201,10 +201,12 @@ mod tests {
         assert_eq!(list("hdfs://nn:8020"), ["hdfs://nn:8020"]);
         assert_eq!(list("s3://host:9000/v:/srv/a://b"), ["s3://host:9000/v", "/srv/a", "//b"]);
         for store in ["http://h:9000", "https://h", "http://[::1]:9000", "http://[::1]"] {
-            let address = format!("s3://vms/v?endpoint={store}");
-            assert_eq!(list(&address), [&*address]);
-            let mixed = format!("/srv/a:{address}:/srv/b:{address}");
-            assert_eq!(list(&mixed), ["/srv/a", &*address, "/srv/b", &*address]);
+            for place in ["vms/v", "vms"] {
+                let address = format!("s3://{place}?endpoint={store}");
+                assert_eq!(list(&address), [&*address]);
+                let mixed = format!("/srv/a:{address}:/srv/b:{address}");
+                assert_eq!(list(&mixed), ["/srv/a", &*address, "/srv/b", &*address]);
+            }
         }
         assert_eq!(list(""), [""; 0]);
     }

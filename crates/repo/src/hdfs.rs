@@ -114,7 +114,7 @@ impl HdfsRepository {
 
     /// That in which an object is written: the caller's, or one with others, until this repository is dropped.
     fn writing_hold(&self) -> io::Result<Arc<HoldDir>> {
-        if let Some(hold) = self.holds.shared().or_else(|| self.holds.alone()) {
+        if let Some(hold) = self.holds.alone().or_else(|| self.holds.shared()) {
             return Ok(hold);
         }
         let mut own = self.own.lock();

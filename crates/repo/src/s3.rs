@@ -173,7 +173,7 @@ impl S3Repository {
         if !replaces {
             self.test_conditions()?;
         }
-        let hold = self.holds.shared().or_else(|| self.holds.alone());
+        let hold = self.holds.alone().or_else(|| self.holds.shared());
         Ok(NewFile::new(&self.common, name, hold, replaces))
     }
 
@@ -207,8 +207,8 @@ impl S3Repository {
         Ok(())
     }
 
-    /// Who holds the repository alone notes what it deletes. Without that hold only metadata and own objects are deleted, which nobody
-    /// begins to need.
+    /// Who holds the repository alone notes what it deletes. Without that hold it deletes only metadata and its own objects, which no other
+    /// process uses.
     fn remove(&self, name: &ObjectName) -> io::Result<()> {
         name.check(self.names)?;
         let path = self.common.path(name.as_str());

@@ -12,6 +12,7 @@ use super::Common;
 use super::hold::{HoldObject, Step, lost};
 use super::upload::{Part, Upload, copy};
 use crate::error::{Error, Result};
+use crate::holds::Lasting as _;
 use crate::name::ObjectName;
 use crate::repository::{NewObject, ObjectReader, read_in_pieces};
 
@@ -192,7 +193,7 @@ impl NewFile {
         }
         match done {
             // Who ended the hold aborted the upload, or removed what was to be copied.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(lost()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound && hold.check().is_err() => Err(lost()),
             done => done,
         }
     }

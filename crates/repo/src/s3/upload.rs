@@ -1,6 +1,6 @@
 //! Uploads: an object is made of parts, which are sent or are copies of what the store has, and put together if nothing has its name.
 //!
-//! Until it is put together anyone can abort it, and then it never is.
+//! Until it is put together any process can abort it. An upload that was aborted cannot be put together.
 //!
 //! `object_store` copies files of up to 5 GiB. It signs these requests, and sends them.
 
