@@ -1,7 +1,7 @@
 //! What of a guest's disk need not be published: swap, and journals of file systems.
 //!
-//! Nothing depends on this: it says what a user may want to change. The guest writes what is read here, so every number is checked against
-//! the size of the disk, and few blocks are read, each once.
+//! Nothing depends on this: it says what a user may want to change. The guest writes what is read here, so every place is checked against
+//! the size of the disk, and few blocks are read, each once. The size of a journal is what the guest says.
 //!
 //! Sources: UEFI 2.10, 5.3 (GPT); `mkswap(8)`; Linux `Documentation/filesystems/ext4/super.rst`.
 
@@ -35,11 +35,12 @@ struct Part {
     bytes: u64,
 }
 
-/// What there is to say of a disk, one line each, as far as its bytes are on this host: nothing is fetched for that.
+/// What there is to say of a disk, one line each, as far as its bytes are on this host: as a rule nothing is fetched for that.
 pub(crate) fn of_disk(disk: &Disk, files: &CachedFiles) -> Vec<String> {
-    let layers = disk.layers();
     let is_here = |extent: &Extent| {
-        let Some(layer) = extent.layer.and_then(|layer| layers.get(layer.index())) else { return true };
+        let Some(number) = extent.layer else { return true };
+        let layers = disk.layers();
+        let Some(layer) = layers.get(number.index()) else { return false };
         match (files.layer_at(&layer.path), extent.host) {
             (Ok(None), _) => true,
             (Ok(Some(layer)), Some(host)) => {

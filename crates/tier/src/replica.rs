@@ -288,7 +288,11 @@ pub fn read_through(
     let name = newest.file_name().and_then(|name| name.to_str());
     let (Some(dir), Some(newest)) = (newest.parent(), name.and_then(ObjectId::of)) else { return Ok(()) };
     // Disks that stand on one base share what fetches it.
-    let known = files.remote_of(dir).filter(|remote| remote.is_through(cache, on_missing));
+    let is_it = |remote: &Arc<Remote>| {
+        let is_there = |address: &RepositoryAddress| address.place() == remote.repository().describe();
+        remote.is_through(cache, on_missing) && address.is_none_or(is_there)
+    };
+    let known = files.remote_of(dir).filter(is_it);
     let remote = match (known, address) {
         (Some(remote), _) => remote,
         (None, Some(address)) => Remote::new(cache, address.open()?, on_missing),

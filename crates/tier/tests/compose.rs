@@ -253,10 +253,14 @@ fn an_image_that_changes_meanwhile_gives_no_wrong_bytes() {
     let image = open_image(&raw, Format::Raw).unwrap();
     let file = File::options().write(true).open(&raw).unwrap();
     std::thread::scope(|scope| {
-        let filling = scope.spawn(|| world.fill(&host, &world.versions, &image));
-        while !filling.is_finished() {
+        let mut change = || {
             let (at, len) = some_range(&mut random, SIZE, CLUSTER);
             file.write_all_at(&pattern(&mut random, len as usize), at).unwrap();
+        };
+        change();
+        let filling = scope.spawn(|| world.fill(&host, &world.versions, &image));
+        while !filling.is_finished() {
+            change();
         }
         filling.join().unwrap();
     });
