@@ -22,7 +22,7 @@ pub fn format_parser() -> impl TypedValueParser<Value = Format> {
     })
 }
 
-/// What an image is of which nobody has said so: qcow2 unless its name ends in .raw or .img.
+/// The format of an image by its name: qcow2, unless that ends in .raw or .img.
 pub fn format_by_name(image: &Path) -> Format {
     let is_raw = image.extension().is_some_and(|suffix| suffix == "raw" || suffix == "img");
     if is_raw { Format::Raw } else { Format::Qcow2 }
@@ -30,7 +30,7 @@ pub fn format_by_name(image: &Path) -> Format {
 
 /// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
 /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,repository=ADDRESS][,group=NAME][,window=SECONDS][,epochs=TIME]
-/// [,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE][,durability=host|repository]][,replica=DIR[,on-missing=...]][,role=swap|local,size=SIZE][,LIMITS]`.
+/// [,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE][,durability=host|repository]][,replica=DIR[,repository=ADDRESS][,on-missing=...]][,role=swap|local,size=SIZE][,LIMITS]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.

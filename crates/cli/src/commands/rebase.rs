@@ -85,7 +85,7 @@ impl Target {
     fn find(onto: &Path) -> Result<Self> {
         let (base, name) = split(onto).with_context(|| format!("{}: say BASE@VERSION", onto.display()))?;
         let found = tiered(base)?;
-        found.refuse_elsewhere("disks stand on layers")?;
+        found.refuse_elsewhere("`rebase` works")?;
         let pin = pin_of(&found, base, name)?;
         let layer = std::path::absolute(found.top_of(found.state_of(&pin.epoch)?))?;
         Ok(Self { repository: found.repository, pin, layer })

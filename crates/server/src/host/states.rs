@@ -21,7 +21,7 @@ pub(super) fn open_options(spec: &DiskSpec, allow_backing: &[PathBuf]) -> OpenOp
     let format = if spec.clone_of.is_some() { Some(Format::Qcow2) } else { spec.format };
     let mut backing = spec.backing.clone().unwrap_or_else(|| allow_backing.to_vec());
     backing.extend(source_directory(&spec.path));
-    // In the directory where the clone was made.
+    // It lies beside the clone.
     backing.extend(spec.stand_in().filter(|directory| directory.is_dir()));
     OpenOptions {
         read_only: spec.read_only,

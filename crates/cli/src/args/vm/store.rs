@@ -31,7 +31,7 @@ pub enum VmStoreCommand {
 #[derive(Clone, Debug, Args)]
 pub struct VaultArgs {
     /// A directory that holds copies, each best on a device of its own; or hdfs://NAMENODE[:PORT]/DIR, which keeps as many
-    /// copies as it is told; or s3://BUCKET[/PREFIX][?endpoint=http[s]://HOST[:PORT]], which counts as one copy (repeatable)
+    /// copies as you ask for; or s3://BUCKET[/PREFIX][?endpoint=http[s]://HOST[:PORT]], which counts as one copy (repeatable)
     #[arg(long, value_name = "REPOSITORY", required = true, env = "VMSTRATA_VAULT", value_parser = parse_repositories)]
     pub vault: Vec<Repositories>,
 }

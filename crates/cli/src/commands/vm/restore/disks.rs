@@ -251,7 +251,7 @@ impl<'a> GuestDisks<'a> {
             match disk.state.tiered_ns {
                 Some(taken_ns) => {
                     let (found, _) = self.find_taken(disk, taken_ns)?;
-                    found.refuse_elsewhere("its states are cloned")?;
+                    found.refuse_elsewhere("`vm restore` clones states")?;
                 }
                 None => drop(self.newer(disk)?),
             }
