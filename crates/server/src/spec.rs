@@ -26,7 +26,7 @@ use vmstrata_export::SocketAccess;
 use vmstrata_tier::{CACHE_BYTES_MIN, Wire};
 use vmstrata_types::path_from_text;
 
-pub use self::disk::{CloneOf, DiskSpec, LocalSpec, ReplicaSpec, StateError, TierSpec};
+pub use self::disk::{CloneOf, DiskSpec, LocalSpec, ReplicaSpec, StateError, TierSpec, shown_format};
 pub(crate) use self::disk::{
     format_of, shown_detect_zeroes, shown_durability, shown_on_outage, shown_subclusters,
 };

@@ -5,10 +5,9 @@ use std::slice;
 
 use anyhow::{Result, bail};
 use vmstrata_api::{
-    self as api, JobSpec, JobStatus, Replica, ReplicaDropped, ReplicaLayer, ReplicaList, ReplicaPin,
-    encode_segment,
+    JobSpec, JobStatus, Replica, ReplicaDropped, ReplicaLayer, ReplicaList, ReplicaPin, encode_segment,
 };
-use vmstrata_disk::Format;
+use vmstrata_server::spec::shown_format;
 
 use super::snapshot::live::Live;
 use super::tier::served;
@@ -83,10 +82,10 @@ fn fill(args: &ReplicaFillArgs) -> Result<()> {
         bytes_per_second: args.limit,
         hours: args.hours.clone(),
         from: args.from.as_deref().map(absolute),
-        format: args.from.as_deref().map(|from| match args.format.unwrap_or_else(|| format_by_name(from)) {
-            Format::Raw => api::Format::Raw,
-            Format::Qcow2 => api::Format::Qcow2,
-        }),
+        format: args
+            .from
+            .as_deref()
+            .map(|from| shown_format(args.format.unwrap_or_else(|| format_by_name(from)))),
     };
     let job = live.wait_job(&asked, args.disk.json)?;
     let local = match (&args.from, job.local_bytes) {

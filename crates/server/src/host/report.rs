@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use vmstrata_api as api;
 use vmstrata_disk::stats::{DEPTH_BUCKETS, DiskStats, Kind};
-use vmstrata_disk::{Disk, Format, LayerInfo};
+use vmstrata_disk::{Disk, LayerInfo};
 use vmstrata_export::nbd::TlsMode;
 use vmstrata_store::io_uring_refused;
 use vmstrata_types::path_to_text;
@@ -14,7 +14,7 @@ use super::tier::tier_status;
 use super::{Entry, Host, Phase};
 use crate::error::Error;
 use crate::flush_log;
-use crate::spec::{shown_detect_zeroes, shown_limits, shown_subclusters};
+use crate::spec::{shown_detect_zeroes, shown_format, shown_limits, shown_subclusters};
 
 impl Host {
     /// The server, its disks and its exports.
@@ -146,10 +146,7 @@ fn layer_status(layer: &LayerInfo) -> api::LayerStatus {
     api::LayerStatus {
         index: layer.index.get(),
         path: path_to_text(&layer.path),
-        format: match layer.format {
-            Format::Qcow2 => api::Format::Qcow2,
-            Format::Raw => api::Format::Raw,
-        },
+        format: shown_format(layer.format),
         size_bytes: layer.size,
         cluster_size_bytes: layer.cluster_bits.map(|bits| bits.size()),
         file_bytes: layer.file_len,

@@ -387,10 +387,7 @@ impl From<&DiskSpec> for api::DiskSpec {
             },
             detect_zeroes: shown_detect_zeroes(spec.detect_zeroes),
             subclusters: shown_subclusters(spec.subclusters),
-            format: spec.format.map(|format| match format {
-                Format::Qcow2 => api::Format::Qcow2,
-                Format::Raw => api::Format::Raw,
-            }),
+            format: spec.format.map(shown_format),
             at,
             clone,
             agent: spec.agent.as_deref().map(path_to_text),
@@ -453,6 +450,14 @@ pub(crate) fn format_of(format: api::Format) -> Format {
 }
 
 /// As the API says it.
+pub fn shown_format(format: Format) -> api::Format {
+    match format {
+        Format::Qcow2 => api::Format::Qcow2,
+        Format::Raw => api::Format::Raw,
+    }
+}
+
+/// As the API says it.
 pub(crate) fn shown_detect_zeroes(detect_zeroes: DetectZeroes) -> api::DetectZeroes {
     match detect_zeroes {
         DetectZeroes::Off => api::DetectZeroes::Off,
@@ -467,13 +472,13 @@ impl DiskSpec {
         self.local.map(|local| local.role).unwrap_or_default()
     }
 
-    /// The address of the repository that has its layers, or those that it stands on.
+    /// The address of the repository that has its layers, or its base.
     fn repository(&self) -> Option<&RepositoryAddress> {
         let of_tier = self.tier.as_ref().and_then(|tier| tier.repository.as_ref());
         of_tier.or(self.replica.as_ref().and_then(|replica| replica.repository.as_ref()))
     }
 
-    /// The directory by whose name the disk knows the layers that it stands on, where their repository is no directory.
+    /// The directory that the disk's backing name gives for its base, where the repository is no directory.
     pub(crate) fn stand_in(&self) -> Option<PathBuf> {
         let repository = self.replica.as_ref()?.repository.as_ref()?;
         Some(stand_in(&directory_of(&self.path), &repository.place()))
