@@ -93,7 +93,7 @@ fn a_stalled_collector_cannot_delete(far: &Arc<dyn Far>) {
     let address = far.repository("/collector");
     let saved = save(&vault(&address), &small(1), "1", one_thread(&address));
     let (stalled, other) = (repository(&address), repository(&address));
-    let alone = stalled.hold(Hold::AloneOrNot).expect("asks").expect("nobody else does");
+    let alone = stalled.hold(Hold::AloneOrNot).expect("asks").expect("no other hold");
     far.expire();
     let shared = other.hold(Hold::Write).expect("takes over");
     let name = ObjectId { owner: saved.id, kind: ObjectKind::Critical };

@@ -41,7 +41,7 @@ pub(crate) struct Composer {
     resources: Arc<Resources>,
     /// Of which layer `tables` and `runs` are.
     layer: Option<usize>,
-    /// What is left of the layer's tables.
+    /// The layer's tables that are not read yet.
     tables: Option<Tables>,
     /// In the order of the layer's file once all tables are read.
     runs: Vec<Run>,

@@ -342,7 +342,7 @@ impl Job {
 }
 
 impl Far {
-    /// Brings a chunk here that nobody else brings, if this host can keep it. Nothing is fetched for bytes that were `proved`.
+    /// Stores a chunk that no other thread brings: the bytes that were `proved`, or else those of the repository.
     ///
     /// # Errors
     /// `InvalidData` for other bytes than were shipped; else it may come later.

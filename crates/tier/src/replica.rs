@@ -287,7 +287,7 @@ pub fn read_through(
 ) -> Result<()> {
     let name = newest.file_name().and_then(|name| name.to_str());
     let (Some(dir), Some(newest)) = (newest.parent(), name.and_then(ObjectId::of)) else { return Ok(()) };
-    // Disks that stand on one base share what fetches it.
+    // Disks with the same base share one `Remote`.
     let is_it = |remote: &Arc<Remote>| {
         let is_there = |address: &RepositoryAddress| address.place() == remote.repository().describe();
         remote.is_through(cache, on_missing) && address.is_none_or(is_there)

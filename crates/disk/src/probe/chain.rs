@@ -59,7 +59,7 @@ pub fn probe_chain(path: &Path, options: &OpenOptions) -> Result<Vec<LayerHead>>
     Ok(heads)
 }
 
-/// The newest published layer that the disk at `path` stands on, which need not be within reach; `None` if it stands on none.
+/// The newest published layer below the disk at `path`, or `None`. Its file is not opened.
 ///
 /// # Errors
 /// As [`probe_chain`], of the layers above it; a directory that is not there, or not allowed.
