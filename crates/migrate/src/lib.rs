@@ -21,6 +21,7 @@ mod chain;
 mod copy;
 mod error;
 mod flat;
+pub mod follow;
 mod journal;
 mod moving;
 mod schedule;

@@ -1,0 +1,23 @@
+//! A move that follows its guest's I/O (IOFollow 3): what it reads next.
+//!
+//! ```text
+//!   guest's requests ─► Scheduler   which chunk is read next: an order over what is Left
+//! ```
+//!
+//! These parts do no I/O and read no clock: times and positions are arguments. So one code serves disks in use and a model in virtual time.
+//! Times are a [`std::time::Duration`] since any one instant.
+
+mod left;
+mod scheduler;
+
+pub use left::Left;
+pub use scheduler::{Next, Order, Scheduler};
+
+/// What a request does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Reads.
+    Read,
+    /// Writes.
+    Write,
+}
