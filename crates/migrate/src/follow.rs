@@ -1,8 +1,9 @@
-//! A move that follows its guest's I/O (IOFollow 3): what it reads next, and what it keeps in memory.
+//! A move that follows its guest's I/O (IOFollow 3): what it reads next, what it keeps in memory, and when it lets the guest go first.
 //!
 //! ```text
 //!   guest's requests ─► Scheduler   which chunk is read next: an order over what is Left
 //!                  ├──► BlockCache  what was read answers the guest's reads
+//!                  ├──► Turns       whose turn it is at the device: guests, and moves in fair shares
 //! ```
 //!
 //! These parts do no I/O and read no clock: times and positions are arguments. So one code serves disks in use and a model in virtual time.
@@ -11,10 +12,12 @@
 mod cache;
 mod left;
 mod scheduler;
+mod turns;
 
 pub use cache::{BlockCache, Flight, Piece, Place};
 pub use left::Left;
 pub use scheduler::{Next, Order, Scheduler};
+pub use turns::{Holder, Ratio, Reads, Turns, idlest};
 
 /// What a request does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
