@@ -124,15 +124,46 @@ pub struct Progress {
     pub limit: Option<u64>,
     /// Time since it began, until it ended.
     pub took: Duration,
+    /// Steps that were done of late, and in which time.
+    pub lately: (u64, Duration),
 }
 
 impl Progress {
-    /// The time until the end if the rest goes as what is done went; `None` before the first step, and at the end.
+    /// The time until the end if the rest goes as it went of late; `None` before the first step, and at the end.
     pub fn left(&self) -> Option<Duration> {
+        let (done, took) = self.lately;
         let rest = self.total.saturating_sub(self.done) as f64;
-        let is_known = self.done > 0 && !self.state.is_ended();
-        is_known
-            .then(|| Duration::try_from_secs_f64(self.took.as_secs_f64() / self.done as f64 * rest).ok())?
+        let is_known = done > 0 && !self.state.is_ended();
+        is_known.then(|| Duration::try_from_secs_f64(took.as_secs_f64() / done as f64 * rest).ok())?
+    }
+}
+
+/// What a job did of late: its rate changes with limits, and with what else the host does.
+#[derive(Debug)]
+struct Lately {
+    /// Steps that were done at two moments: it counts from the first, until the second is old enough to be that.
+    marks: [(u64, Instant); 2],
+}
+
+impl Lately {
+    /// So long, and up to twice that. Steps are uneven: copies are flushed together.
+    const LONG: Duration = Duration::from_secs(15);
+
+    fn new(now: Instant) -> Self {
+        Self { marks: [(0, now); 2] }
+    }
+
+    /// Notes that so many steps are done, one more than before.
+    fn stepped(&mut self, done: u64, now: Instant) {
+        let [_, half] = self.marks;
+        if now.saturating_duration_since(half.1) >= Self::LONG {
+            self.marks = [half, (done, now)];
+        }
+    }
+
+    fn get(&self, done: u64, now: Instant) -> (u64, Duration) {
+        let [(before, since), _] = self.marks;
+        (done - before, now.saturating_duration_since(since))
     }
 }
 
@@ -149,6 +180,7 @@ pub struct Job {
 struct Inner {
     progress: Progress,
     bucket: Bucket,
+    lately: Lately,
     ended: Option<Instant>,
 }
 
@@ -164,8 +196,10 @@ impl Job {
             failures: 0,
             limit,
             took: Duration::ZERO,
+            lately: (0, Duration::ZERO),
         };
-        let inner = Inner { progress, bucket: Bucket::new(limit, began), ended: None };
+        let (bucket, lately) = (Bucket::new(limit, began), Lately::new(began));
+        let inner = Inner { progress, bucket, lately, ended: None };
         Self { began, inner: Mutex::new(inner), changed: Condvar::new() }
     }
 
@@ -174,7 +208,8 @@ impl Job {
         let inner = self.inner.lock();
         let until = inner.ended.unwrap_or_else(Instant::now);
         let total = inner.progress.total.max(inner.progress.done);
-        Progress { total, took: until.duration_since(self.began), ..inner.progress.clone() }
+        let lately = inner.lately.get(inner.progress.done, until);
+        Progress { total, took: until.duration_since(self.began), lately, ..inner.progress.clone() }
     }
 
     /// Whether nothing more will happen.
@@ -242,10 +277,14 @@ impl Job {
 
     fn stepped(&self, step: Step, total: u64) {
         let mut inner = self.inner.lock();
-        inner.bucket.take(step.bytes, Instant::now());
+        let (inner, now) = (&mut *inner, Instant::now());
+        inner.bucket.take(step.bytes, now);
         let progress = &mut inner.progress;
         progress.total = total;
-        progress.done += u64::from(!step.is_part);
+        if !step.is_part {
+            progress.done += 1;
+            inner.lately.stepped(progress.done, now);
+        }
         progress.did.bytes += step.bytes;
         progress.did.local_bytes += step.local_bytes;
         progress.did.removed_files += step.removed_files;

@@ -75,10 +75,33 @@ fn progress_is_the_sum_of_the_steps() {
 #[test]
 fn the_time_left_is_in_proportion_to_the_steps() {
     let mut progress = Job::new(10, None).progress();
-    (progress.done, progress.took) = (4, Duration::from_secs(8));
+    (progress.done, progress.lately) = (4, (2, Duration::from_secs(4)));
     assert_eq!(progress.left(), Some(Duration::from_secs(12)));
     progress.state = State::Done;
     assert_eq!(progress.left(), None);
+}
+
+#[test]
+fn the_time_left_follows_from_the_rate_of_late() {
+    let began = Instant::now();
+    let mut lately = Lately::new(began);
+    let (mut done, mut now) = (0, began);
+    let mut per_step = |lately: &mut Lately, steps, seconds| {
+        for _ in 0..steps {
+            now += Duration::from_secs(seconds);
+            done += 1;
+            lately.stepped(done, now);
+        }
+        let (steps, took) = lately.get(done, now);
+        took.as_secs_f64() / steps as f64
+    };
+    assert_eq!(per_step(&mut lately, 100, 1), 1.0);
+    // It is slowed: half a minute later that is all there is.
+    assert!(per_step(&mut lately, 2, 10) > 1.0);
+    assert_eq!(per_step(&mut lately, 3, 10), 10.0);
+    // Very slow steps, too, are counted.
+    assert_eq!(per_step(&mut lately, 3, 1000), 1000.0);
+    assert_eq!(per_step(&mut lately, 100, 1), 1.0);
 }
 
 #[test]
