@@ -5,9 +5,9 @@
 
 pub use crate::snapshots::{
     DEFAULT_TAG, Held, Holder, HolderKind, Keep, KeepError, MEMORY_LABEL, MOVE_LABEL, PrepareOptions,
-    Prepared, Pruning, Snapshot, SnapshotFault, SnapshotInfo, SnapshotInfoError, State, Step, find,
-    frozen_path, hold, holders, is_snapshot_name, list, move_holds, now_ns, prepare, recorded_in, release,
-    resolve, split_state, state_of,
+    Prepared, Pruning, REBASE_LABEL, Snapshot, SnapshotFault, SnapshotInfo, SnapshotInfoError, State, Step,
+    find, frozen_path, hold, holders, is_snapshot_name, list, move_holds, now_ns, prepare, recorded_in,
+    release, resolve, split_state, state_of,
 };
 
 use std::path::{Path, PathBuf};

@@ -49,7 +49,7 @@ pub use list::{Snapshot, State, find, list, recorded_in, resolve, split_state, s
 pub(crate) use lock::{lock_if_free, name_from};
 pub use prepare::{PrepareOptions, Prepared, Step, prepare};
 pub(crate) use prepare::{check_ready, prepare_live};
-pub use prune::{MEMORY_LABEL, MOVE_LABEL, Pruning};
+pub use prune::{MEMORY_LABEL, MOVE_LABEL, Pruning, REBASE_LABEL};
 
 /// Now, as snapshots have it: nanoseconds since 1970, as far as the clock is right.
 pub fn now_ns() -> u64 {

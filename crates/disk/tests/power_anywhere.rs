@@ -13,15 +13,16 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::common::flat::assert_reads;
 use crate::common::ledger::{Ledger, Step};
-use crate::common::stock::{assert_safe, content, path_str};
+use crate::common::stock::{assert_safe, content, path_str, qemu_img};
 use crate::common::traced::{MARKS, Traced};
 use crate::common::{for_seeds, open, open_read_only, random, scratch};
 use crate::power_support::{
-    CLUSTER, DONE, ORDERS, STEPS, dropped, guest_steps, how, make, operate, range, resources, take_snapshot,
+    CLUSTER, DONE, DRAFT, ORDERS, STEPS, dropped, guest_steps, how, make, operate, range, replaced,
+    resources, take_snapshot,
 };
 use rand::Rng as _;
 use vmstrata_disk::index::{IndexOptions, IndexVerdict, remove, verify};
-use vmstrata_disk::merge::{Merge, MergeOptions, Removal};
+use vmstrata_disk::merge::{Merge, MergeOptions, Removal, ranges_of};
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions, ResourceOptions, Resources, snapshot};
 use vmstrata_store::{Crash, CrashKind, Moment, Survivors};
 
@@ -59,6 +60,11 @@ impl Watched {
         if operation.starts_with("waiting") {
             snapshot::clone(&web, "s1", &dir.path().join("clone.qcow2"), &OpenOptions::default()).unwrap();
         }
+        if let Some(name) = replaced(operation) {
+            let [layer, draft] =
+                [format!("web.{name}.qcow2"), DRAFT.to_owned()].map(|file| dir.path().join(file));
+            qemu_img(&["convert", "-q", "-O", "qcow2", path_str(&layer), path_str(&draft)]);
+        }
         let names = ["web.qcow2", "data.qcow2", "web.s0.qcow2", "web.s1.qcow2", "web.s2.qcow2"];
         let states: BTreeMap<_, _> =
             names.into_iter().map(|name| (name, content(&dir.path().join(name), "qcow2"))).collect();
@@ -82,6 +88,8 @@ impl Watched {
             ("revert" | "keep", "web.qcow2") => &["web.qcow2", "web.s0.qcow2"],
             ("keep", "old.qcow2") | ("group", "web.s3.qcow2") => &["web.qcow2"],
             ("clone" | "elsewhere" | "waiting-frozen", "clone.qcow2") => &["web.s1.qcow2"],
+            ("live-replace-s1", "web.s1-onto.qcow2") => &["web.s1.qcow2"],
+            ("live-replace-s2", "web.s2-onto.qcow2") => &["web.s2.qcow2"],
             ("group", "data.s3.qcow2") | (_, "data.qcow2") => &["data.qcow2"],
             (_, "web.qcow2") => &["web.qcow2"],
             (_, "web.s0.qcow2") => &["web.s0.qcow2"],
@@ -117,6 +125,23 @@ impl Watched {
         if dropped(self.operation).is_some() {
             assert_only_layers(dir.path(), &what);
         }
+        if let Some(name) = replaced(self.operation) {
+            self.drop_replaced(dir.path(), name, &what);
+        }
+    }
+
+    /// Whichever of the two layers the state has goes with it, and so does the other one.
+    fn drop_replaced(&self, dir: &Path, name: &str, what: &str) {
+        let (web, names) = (dir.join("web.qcow2"), [name.to_owned()]);
+        let before = content(&web, "qcow2");
+        if let Ok(range) = ranges_of(&web, &names, &OpenOptions::default()) {
+            Merge::new(&web, range[0], &how(self.operation), &resources()).unwrap().run().expect(what);
+        }
+        assert_safe(&web);
+        assert!(content(&web, "qcow2") == before, "{what}: its state is dropped");
+        let is_left = |path: &PathBuf| path.to_str().unwrap().contains(&format!("web.{name}"));
+        assert!(!images(dir).iter().any(is_left), "{what}: {:?}", images(dir));
+        assert!(!dir.join(".web.qcow2.dropped").exists(), "{what}");
     }
 
     /// Nobody needs the dropped layer any more: it goes with what the next merge drops, if it was dropped.
@@ -188,6 +213,10 @@ impl Watched {
             "index" => {
                 dir.join("web.s0.qcow2.vmsx").exists()
                     && verdicts(dir).iter().all(|found| matches!(found, IndexVerdict::Good { .. }))
+            }
+            replace if replaced(replace).is_some() => {
+                let left = if replace.ends_with("s1") { 2 } else { 1 };
+                open_read_only(&dir.join("web.qcow2")).layers().len() == left
             }
             merge => {
                 let range = dropped(merge).expect("a merge");
@@ -275,6 +304,11 @@ fn a_live_merge_into_the_active_layer() {
 #[test]
 fn a_live_commit() {
     survives("live-commit");
+}
+
+#[test]
+fn a_layer_that_takes_the_place_of_another() {
+    ["live-replace-s1", "live-replace-s2"].into_iter().for_each(survives);
 }
 
 #[test]

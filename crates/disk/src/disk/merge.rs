@@ -95,7 +95,7 @@ impl Disk {
     }
 
     /// Removes what a killed merge left.
-    fn sweep_merged(self: &Arc<Self>) {
+    pub(super) fn sweep_merged(self: &Arc<Self>) {
         self.with_local_holders(|here| cleanup::sweep(self.path(), &self.options(), here));
     }
 

@@ -45,6 +45,20 @@ pub(crate) fn announce(disk: &Path, target: FileId, files: &[Dropped]) -> Result
     Intents { target: (target.dev, target.ino), files, waiting: waiting(disk) }.replace(&place)
 }
 
+/// Notes that `draft`, which is about to get the name `named` beside the disk, may go unless the disk stands on it.
+///
+/// # Errors
+/// As [`announce`].
+pub(crate) fn note_draft(disk: &Path, draft: &Path, named: &Path) -> Result<()> {
+    let (Some(place), Some(draft), Some(name)) = (intents_path(disk), Intent::of(draft), named.file_name())
+    else {
+        return Ok(());
+    };
+    let mut note = Intents::of(disk).unwrap_or_default();
+    note.waiting.push(draft.named(name));
+    note.replace(&place)
+}
+
 /// Those of the files that lie beside the disk and can be examined.
 pub(super) fn intents_beside<'a>(disk: &Path, files: impl Iterator<Item = &'a Path>) -> Vec<Intent> {
     files.filter(|path| back_refs::is_beside(path, disk)).filter_map(Intent::of).collect()

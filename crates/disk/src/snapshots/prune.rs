@@ -9,7 +9,11 @@ pub const MEMORY_LABEL: &str = "memory";
 /// The label of a state that is in a disk's history for the sake of a move only, until that is over.
 pub const MOVE_LABEL: &str = "vmstrata/move";
 
-/// What rules say of a disk's own snapshots. What has no name, what belongs to another disk, and states of a move are in none of the lists.
+/// The label of a state that is in a disk's history for the sake of a rebase only, which removes it: the id of the pin that the rebase
+/// made, if it has made one.
+pub const REBASE_LABEL: &str = "vmstrata/rebase";
+
+/// What rules say of a disk's own snapshots. What has no name, what belongs to another disk, and states of a move or a rebase are in none of the lists.
 #[derive(Debug, Default)]
 pub struct Pruning<'a> {
     /// Those that a rule keeps.
@@ -30,7 +34,8 @@ impl<'a> Pruning<'a> {
     pub fn of(snapshots: &'a [Snapshot], keep: &Keep, labels: &[(String, String)], now_ns: u64) -> Self {
         let own = snapshots.iter().filter(|snapshot| snapshot.is_own());
         let named = own.filter_map(|snapshot| Some((snapshot, snapshot.info.as_ref()?)));
-        let named = named.filter(|(_, info)| info.labels.iter().all(|(key, _)| key != MOVE_LABEL));
+        let is_passing = |key: &str| [MOVE_LABEL, REBASE_LABEL].contains(&key);
+        let named = named.filter(|(_, info)| !info.labels.iter().any(|(key, _)| is_passing(key)));
         let meant = named.filter(|(_, info)| labels.iter().all(|label| info.labels.contains(label)));
         // A deletion that was cut short is completed: they are no states any more.
         let (half_deleted, meant): (Vec<_>, Vec<_>) = meant.partition(|(found, _)| found.is_being_deleted);

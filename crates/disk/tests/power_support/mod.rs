@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rand::Rng as _;
 use vmstrata_disk::index::{IndexOptions, build};
-use vmstrata_disk::merge::{Direction, Merge, MergeOptions, MergeRange, Removal};
+use vmstrata_disk::merge::{Direction, Merge, MergeOptions, MergeRange, Removal, ranges_of};
 use vmstrata_disk::snapshot::{self, PrepareOptions, RevertOptions, SnapshotInfo};
 use vmstrata_disk::{Disk, OpenOptions, Resources};
 use vmstrata_store::FaultPlan;
@@ -25,6 +25,8 @@ use crate::common::{open, random};
 pub const ORDERS: &str = "VMSTRATA_TEST_POWER_ORDERS";
 pub const SIZE: u64 = 300 << 10;
 pub const CLUSTER: u64 = 4096;
+/// What takes the place of a layer.
+pub const DRAFT: &str = ".web.qcow2.part";
 /// The steps of a guest during a merge.
 pub const STEPS: usize = 40;
 /// What a child says when the operation has ended; less are the ends of steps, twice, and one for each that has begun.
@@ -86,6 +88,11 @@ pub fn dropped(operation: &str) -> Option<MergeRange> {
     }
 }
 
+/// The snapshot whose layer an operation of this name replaces, before it drops the snapshot.
+pub fn replaced(operation: &str) -> Option<&str> {
+    operation.strip_prefix("live-replace-")
+}
+
 /// How a merge of this name drops them.
 pub fn how(operation: &str) -> MergeOptions {
     let direction = if operation.ends_with("-commit") { Direction::Commit } else { Direction::Stream };
@@ -95,6 +102,15 @@ pub fn how(operation: &str) -> MergeOptions {
 pub fn operate(operation: &str, seed: u64, dir: &Path, say: &(dyn Fn(u64) + Sync)) {
     let (web, resources) = (dir.join("web.qcow2"), resources());
     let open = OpenOptions { allow_backing: vec![dir.to_owned()], ..OpenOptions::default() };
+    if let Some(name) = replaced(operation) {
+        let disk = Disk::open(&web, &open, &resources).unwrap();
+        let [old, new] = ["", "-onto"].map(|suffix| dir.join(format!("web.{name}{suffix}.qcow2")));
+        return under_guest(&disk, seed, say, || {
+            disk.replace_layer(&old, &dir.join(DRAFT), &new).unwrap();
+            let range = ranges_of(&web, &[name.to_owned()], &open).unwrap()[0];
+            Merge::of_disk(&disk, range, &how(operation)).unwrap().run().unwrap();
+        });
+    }
     if let Some(range) = dropped(operation) {
         let options = how(operation);
         if operation.starts_with("live") {
@@ -131,6 +147,10 @@ pub fn merge_under_guest(
     seed: u64,
     say: &(dyn Fn(u64) + Sync),
 ) {
+    under_guest(disk, seed, say, || drop(Merge::of_disk(disk, range, options).unwrap().run().unwrap()));
+}
+
+fn under_guest(disk: &Arc<Disk>, seed: u64, say: &(dyn Fn(u64) + Sync), work: impl FnOnce()) {
     let steps = guest_steps(seed);
     let merged = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -144,7 +164,7 @@ pub fn merge_under_guest(
             }
             merged.store(true, Ordering::Relaxed);
         });
-        Merge::of_disk(disk, range, options).unwrap().run().unwrap();
+        work();
     });
     assert!(merged.into_inner());
     disk.close().unwrap();

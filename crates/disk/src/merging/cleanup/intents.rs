@@ -1,6 +1,6 @@
 //! The note itself: what is in it, where it lies, and how it is written and read.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
@@ -21,7 +21,7 @@ pub(in crate::merging) const NOTES: [&str; 2] = [SUFFIX, LEFT];
 /// Longer notes are not ours: this is one of 65,535 files with names of 200 bytes.
 const BYTES_MAX: u64 = 32 << 20;
 
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Intents {
     /// The image that is about to stand on something else: device and inode.
@@ -62,6 +62,11 @@ impl Intent {
         let name = path.file_name()?.to_owned();
         let FileIdentity { file: FileId { dev, ino }, len, mtime_ns, .. } = identity(path).ok()?;
         Some(Self { name, dev, ino, len, mtime_ns })
+    }
+
+    /// The same file by another name.
+    pub(super) fn named(self, name: &OsStr) -> Self {
+        Self { name: name.to_owned(), ..self }
     }
 
     pub(super) fn is(&self, found: &FileIdentity) -> bool {
