@@ -182,6 +182,22 @@ pub enum JobSpec {
         #[schema(minimum = 1)]
         bytes_per_second: Option<u64>,
     },
+    /// Have a disk that goes on being used, a clone of a snapshot of a tiered disk, stand on another snapshot of that. It reads every byte as
+    /// before, and stores what that snapshot does not have at the same place.
+    Rebase {
+        /// The disk.
+        disk: String,
+        /// The snapshot, `BASE@VERSION`: the base is an absolute path on the server's host, or the address of its repository.
+        #[schema(pattern = r"^(/|[a-z0-9]+://)[^\x00]*@[^\x00]+$")]
+        onto: String,
+        /// Count the bytes that the disk would store, and change nothing.
+        #[serde(default, skip_serializing_if = "is_default")]
+        dry_run: bool,
+        /// Bytes a second that the job may write; 64 MiB if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 1)]
+        bytes_per_second: Option<u64>,
+    },
 }
 
 impl JobSpec {
@@ -195,7 +211,8 @@ impl JobSpec {
             | Self::TierAttach { disk, .. }
             | Self::ReplicaFill { disk, .. }
             | Self::ReplicaScrub { disk, .. }
-            | Self::Move { disk, .. } => disk,
+            | Self::Move { disk, .. }
+            | Self::Rebase { disk, .. } => disk,
         }
     }
 
@@ -210,6 +227,7 @@ impl JobSpec {
             Self::ReplicaFill { .. } => "replica_fill",
             Self::ReplicaScrub { .. } => "replica_scrub",
             Self::Move { .. } => "move",
+            Self::Rebase { .. } => "rebase",
         }
     }
 
@@ -223,7 +241,8 @@ impl JobSpec {
             | Self::TierAttach { bytes_per_second, .. }
             | Self::ReplicaFill { bytes_per_second, .. }
             | Self::ReplicaScrub { bytes_per_second, .. }
-            | Self::Move { bytes_per_second, .. } => *bytes_per_second,
+            | Self::Move { bytes_per_second, .. }
+            | Self::Rebase { bytes_per_second, .. } => *bytes_per_second,
         }
     }
 }
@@ -336,6 +355,9 @@ pub struct JobStatus {
     /// Of `replica_fill`, bytes that an image on the host had; absent for other kinds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local_bytes: Option<u64>,
+    /// Of `rebase`, bytes that the version does not have at the same place, so that the disk stores them; absent for other kinds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub differing_bytes: Option<u64>,
     /// What it has removed so far; absent for a kind that removes nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub removed: Option<Removed>,

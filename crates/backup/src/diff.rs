@@ -32,6 +32,7 @@ use vmstrata_disk::{Disk, Format, FrozenLayer, OpenOptions, Resources, Result, d
 use vmstrata_types::{ClusterBits, GuestRange};
 
 pub use bytes::ChangedBytes;
+pub(crate) use bytes::Looked;
 pub use classify::DiffExtents;
 use states::States;
 
@@ -68,7 +69,7 @@ pub struct DiffExtent {
 }
 
 /// Two states of a chain, ready to be compared; see the module documentation.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Diff {
     states: States,
     options: DiffOptions,
@@ -105,15 +106,15 @@ impl Diff {
     }
 
     /// What may have changed, by what the tables say.
-    pub fn extents(&self) -> DiffExtents<'_> {
-        DiffExtents::new(self)
+    pub fn extents(&self) -> DiffExtents {
+        DiffExtents::new(self.clone())
     }
 
     /// What has changed, by what the bytes are: clusters that were written again with what they held drop out.
     ///
     /// # Errors
     /// A state that cannot be opened for reading.
-    pub fn changed_bytes(&self) -> Result<ChangedBytes<'_>> {
+    pub fn changed_bytes(&self) -> Result<ChangedBytes> {
         ChangedBytes::new(self)
     }
 

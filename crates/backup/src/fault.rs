@@ -153,6 +153,14 @@ pub enum BackupFault {
         /// The other state's newest layer.
         other: PathBuf,
     },
+    /// A disk that cannot be rebased.
+    #[error(
+        "it does not stand on a published layer itself: it has snapshots of its own, or is no clone of a tiered disk's snapshot"
+    )]
+    NotOnBase,
+    /// A disk of which a rebase would lose something.
+    #[error("it has {0}, which would be lost")]
+    WouldLose(&'static str),
     /// A copy that is none.
     #[error("reads otherwise than the disk at byte {at}: it is not taken")]
     ReadsOtherwise {

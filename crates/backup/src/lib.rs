@@ -20,7 +20,7 @@
 //! | [`manifest`](Manifest), `coming` | what a backup is, and the checksums of all of it; how it gets its name with the file |
 //! | `raw_disk` | a restored disk as its bytes |
 //! | `verify`, `restore` | comparing with the manifest, and making a disk again |
-//! | [`rebase`] | moves a disk onto another base, content unchanged |
+//! | [`rebase`](Rebase) | moves a disk onto another base, content unchanged |
 //!
 //! Only frozen layers are read, so a backup is a state of the disk however long it takes. An incremental backup has the
 //! previous one as its backing file: stock tools read the two as one disk.
@@ -62,7 +62,7 @@ pub use fault::BackupFault;
 pub use manifest::{
     Digest, FileSum, Link, MANIFEST_SUFFIX, Manifest, ManifestDraft, RegionSum, State, manifest_path,
 };
-pub use rebase::{RebaseOptions, foresee_rebase, rebase};
+pub use rebase::{Rebase, RebaseOptions, rebased_from};
 pub use restore::{RestoreFormat, RestoreOptions, restore};
 pub use run::backup;
 pub use verify::verify;

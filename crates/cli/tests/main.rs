@@ -36,6 +36,7 @@ mod other_users;
 mod packaging;
 mod quiesce;
 mod quiesce_killed;
+mod rebase;
 mod replace;
 mod replicas;
 mod resize;

@@ -2,93 +2,16 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::support::http::ask;
+use crate::support::nas::{Nas, publish};
 use crate::support::server::Server;
 use crate::support::{Images, assert_clean, run_err, run_json, run_ok, tool_ok};
 use serde_json::Value;
 
 const CHUNK: u64 = 256 << 10;
-
-/// A base that was published once, and desktops that are clones of it, all on a NAS.
-struct Nas {
-    images: Images,
-    /// What the base holds.
-    model: String,
-}
-
-/// Publishes a version of the base, with what its guest writes.
-fn publish(images: &Images, version: &str, writes: &[&str]) {
-    let [base, tier] = ["nas/golden.qcow2", "publisher"].map(|file| images.name(file));
-    let nbd = format!("unix:{},rw", images.name("publisher.sock"));
-    let server = Server::start(&["--disk", &format!("path={base},tier={tier}"), "--nbd", &nbd]);
-    for write in writes {
-        tool_ok("qemu-io", ["-f", "raw", "-c", write, "-c", "flush", &server.uri("golden")]);
-    }
-    server.ask_ok(["snapshot", "create", "golden", "--name", version]);
-    assert!(server.stop().success());
-}
-
-impl Nas {
-    fn new() -> Self {
-        let images = Images::new();
-        fs::create_dir(images.path("nas")).unwrap();
-        let [base, model] = ["nas/golden.qcow2", "model.qcow2"].map(|file| images.name(file));
-        let writes: Vec<String> = (0..8)
-            .flat_map(|mib| ["-c".to_owned(), format!("write -P {} {}M 1M", mib + 1, 3 * mib)])
-            .collect();
-        for image in [&base, &model] {
-            tool_ok("qemu-img", ["create", "-q", "-f", "qcow2", image, "64M"]);
-            tool_ok(
-                "qemu-io",
-                ["-f", "qcow2"].into_iter().chain(writes.iter().map(String::as_str)).chain([&**image]),
-            );
-        }
-        publish(&images, "v1", &[]);
-        for desk in ["desk0", "desk1", "desk2"] {
-            run_ok([
-                "snapshot",
-                "clone",
-                &format!("{base}@v1"),
-                "-o",
-                &images.name(&format!("nas/{desk}.qcow2")),
-            ]);
-        }
-        Self { images, model }
-    }
-
-    fn args(&self, more: &[&str]) -> Vec<String> {
-        let (nas, host) = (self.images.name("nas"), self.images.name("host"));
-        let disk =
-            |desk| ["--disk".to_owned(), format!("path={nas}/{desk}.qcow2,replica={host},backing={nas}")];
-        let nbd = ["--nbd".to_owned(), format!("unix:{},rw", self.images.name("host.sock"))];
-        let disks = ["desk0", "desk1", "desk2"].into_iter().flat_map(disk);
-        disks.chain(nbd).chain(more.iter().map(|arg| (*arg).to_owned())).collect()
-    }
-
-    fn serve(&self, more: &[&str]) -> Server {
-        let args = self.args(more);
-        Server::start(&args.iter().map(String::as_str).collect::<Vec<_>>())
-    }
-
-    fn assert_as_base(&self, server: &Server, desk: &str) {
-        tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &server.uri(desk), &self.model]);
-    }
-
-    /// The directory of the base's layers, and another name for it.
-    fn repository(&self) -> [PathBuf; 2] {
-        ["nas/golden.qcow2.tier", "nas/away"].map(|name| self.images.path(name))
-    }
-
-    /// The file that keeps the base on the host.
-    fn kept(&self) -> PathBuf {
-        let files = fs::read_dir(self.images.path("host/cache")).unwrap().map(|entry| entry.unwrap().path());
-        let mut kept = files.filter(|file| file.extension().is_some_and(|suffix| suffix == "chunks"));
-        kept.next().expect("one layer")
-    }
-}
 
 /// The only layer of a disk in a repository.
 fn layer(server: &Server, desk: &str) -> Value {
@@ -197,61 +120,6 @@ fn a_cache_without_room_for_a_base_refuses_to_keep_all_of_it() {
     }
     nas.assert_as_base(&server, "desk0");
     assert!(server.stop().success());
-}
-
-/// Bytes that a file takes.
-fn allocated(path: &Path) -> u64 {
-    path.metadata().unwrap().blocks() * 512
-}
-
-#[test]
-fn a_disk_stands_on_a_newer_base_and_reads_as_before() {
-    let nas = Nas::new();
-    let patch = ["write -P 90 1M 2M", "write -P 91 30M 4M", "write -z 6M 1M"];
-    publish(&nas.images, "v2", &patch);
-    let base = nas.images.name("nas/golden.qcow2");
-    let [v2, model] = [format!("{base}@v2"), nas.images.name("desk.qcow2")];
-    // It was patched as the base was, but for one part; and it has something of its own.
-    let server = nas.serve(&[]);
-    for write in ["write -P 90 1M 2M", "write -P 91 30M 4M", "write -P 5 50M 300k", "write -z 9M 64k"] {
-        tool_ok("qemu-io", ["-f", "raw", "-c", write, "-c", "flush", &server.uri("desk0")]);
-    }
-    let desk = nas.images.name("nas/desk0.qcow2");
-    let refused = server.ask_err(["rebase", "desk0", "--onto", &v2]);
-    assert!(refused.contains("disk remove desk0"), "{refused}");
-    assert!(server.stop().success());
-    tool_ok("qemu-img", ["convert", "-O", "qcow2", &desk, &model]);
-    fs::set_permissions(&desk, fs::Permissions::from_mode(0o640)).unwrap();
-
-    let before = allocated(desk.as_ref());
-    let foreseen = run_json(["rebase", &desk, "--onto", &v2, "--dry-run", "--json"]);
-    tool_ok("qemu-img", ["compare", &desk, &model]);
-    assert_eq!(allocated(desk.as_ref()), before);
-    let said = run_ok(["rebase", &desk, "--onto", &v2]);
-    assert!(said.contains("stands on") && said.contains("before"), "{said}");
-    tool_ok("qemu-img", ["compare", &desk, &model]);
-    assert_clean(desk.as_ref());
-    assert_eq!(fs::metadata(&desk).unwrap().permissions().mode() & 0o777, 0o640);
-    // What v1 had and v2 has not is kept, beside its own; the patch is not.
-    let stored = foreseen["stored_bytes"].as_u64().unwrap();
-    assert!((1 << 20..=(1 << 20) + (512 << 10)).contains(&stored), "{stored}");
-    let after = allocated(desk.as_ref());
-    assert!(after < stored + (2 << 20) && after < before / 2, "{after} of {before}");
-    assert_eq!(run_json(["rebase", &desk, "--onto", &v2, "--dry-run", "--json"])["stored_bytes"], stored);
-
-    // One pin keeps what it stands on now, and none what it stood on.
-    let pins = run_json(["tier", "pins", &base, "--json"]);
-    let own = |pin: &&Value| pin["purpose"]["reader"].as_str().is_some_and(|who| who.contains("desk0.qcow2"));
-    let own: Vec<&Value> = pins.as_array().unwrap().iter().filter(own).collect();
-    assert_eq!(own.len(), 1, "{pins}");
-    run_ok(["rebase", &desk, "--onto", &v2]);
-    tool_ok("qemu-img", ["compare", &desk, &model]);
-
-    let allow = nas.repository()[0].to_str().unwrap().to_owned();
-    run_ok(["snapshot", "create", &desk, "--name", "own", "--allow-backing", &allow]);
-    let refused = run_err(1, ["rebase", &desk, "--onto", &v2]);
-    assert!(refused.contains("snapshots of its own"), "{refused}");
-    assert!(!nas.images.files().iter().any(|file| file.contains(".part")));
 }
 
 #[test]

@@ -58,7 +58,7 @@ pub enum Next<A> {
 pub struct Step {
     /// Bytes written, which the speed limit is about.
     pub bytes: u64,
-    /// Bytes that did not have to be written or fetched, as this host had them.
+    /// Bytes that count apart from those: which, the kind of work says.
     pub local_bytes: u64,
     /// Files removed.
     pub removed_files: u64,

@@ -20,6 +20,7 @@ mod exports;
 mod jobs;
 mod moving;
 mod quiesce;
+mod rebase;
 mod reconcile;
 mod replica;
 mod report;
@@ -128,6 +129,8 @@ struct Entry {
     attaching: Option<BeingAttached>,
     /// Its move, until the source files are gone.
     moving: Option<Report>,
+    /// Whether there may be a state in its history for the sake of a rebase only.
+    has_rebase_state: bool,
     /// Whether it was added while the server, or the one before it, ran.
     is_added: bool,
 }
@@ -141,6 +144,7 @@ impl Entry {
             tier: None,
             attaching: None,
             moving: None,
+            has_rebase_state: false,
             is_added: false,
         }
     }

@@ -13,6 +13,7 @@ mod attach;
 mod index_build;
 mod merging;
 mod moving;
+mod rebase;
 mod replica;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -29,6 +30,7 @@ pub(crate) use self::attach::{Attached, TIER_ATTACH, TierAttach};
 pub(crate) use self::index_build::{INDEX_BUILD, IndexBuild};
 pub(crate) use self::merging::{DEFAULT_LIMIT, FLATTEN, MERGE, Merging, SNAPSHOT_DELETE};
 pub(crate) use self::moving::{DiskMove, MOVE};
+pub(crate) use self::rebase::{DiskRebase, REBASE, Rebased, left_of, may_be_of_rebase};
 pub(crate) use self::replica::{REPLICA_FILL, REPLICA_SCRUB, ReplicaWalk};
 use crate::audit::{Audit, What};
 use crate::error::Error;
@@ -134,6 +136,7 @@ impl Entry {
             unit: self.kind.unit.to_owned(),
             bytes: progress.did.bytes,
             local_bytes: (*self.kind == REPLICA_FILL).then_some(progress.did.local_bytes),
+            differing_bytes: (*self.kind == REBASE).then_some(progress.did.local_bytes),
             removed: self.kind.removes_files.then_some(Removed {
                 files: progress.did.removed_files,
                 freed_bytes: progress.did.freed_bytes,

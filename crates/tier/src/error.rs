@@ -59,6 +59,14 @@ pub enum Error {
         /// What there is.
         why: String,
     },
+    /// A state that a disk cannot be rebased onto.
+    #[error("cannot rebase onto {onto}: {why}")]
+    OtherBase {
+        /// What was asked for.
+        onto: String,
+        /// What is wrong with it.
+        why: String,
+    },
     /// Whoever wanted it does not any more.
     #[error("it was given up")]
     GivenUp,

@@ -23,6 +23,7 @@
 //! | [`pending`](PendingSnapshot) | snapshots that were cut off and are not published yet |
 //! | [`merge`](Merge), `merger` | which layers become one, and the thread that makes them so |
 //! | `stand` | what the copy on this host stands on |
+//! | [`base`](BaseState) | which state a clone is to stand on, and what keeps that for it |
 //! | `retain` | what may be deleted |
 //! | [`object`](ship) | how a layer gets into the repository |
 //! | `digests` | what proves a part of a layer |
@@ -44,6 +45,7 @@ mod advice;
 mod ahead;
 mod attach;
 mod attaching;
+mod base;
 mod boot;
 mod branch;
 mod cache;
@@ -89,6 +91,7 @@ mod window;
 mod wire;
 
 pub use attaching::Attaching;
+pub use base::{BaseState, clone_reader, release_clone};
 pub use boot::BOOT;
 pub use branch::Branch;
 pub use cache::{CACHE_BYTES_MIN, Cache, CacheUse};

@@ -131,7 +131,12 @@ impl Pin {
     /// # Errors
     /// [`Error::NoState`] where this pin is gone; what the repository reports.
     pub fn again(&self, repository: &dyn Repository, purpose: &Purpose) -> Result<Self> {
-        let pin = Self { id: PinId::draw(), epoch: self.epoch.clone(), purpose: purpose.clone() };
+        self.again_as(repository, purpose, PinId::draw())
+    }
+
+    /// The same by an id that was drawn before.
+    pub(crate) fn again_as(&self, repository: &dyn Repository, purpose: &Purpose, id: PinId) -> Result<Self> {
+        let pin = Self { id, epoch: self.epoch.clone(), purpose: purpose.clone() };
         let looked = pin.put(repository).and_then(|()| Look::since(repository, &pin.id.name()));
         // Whoever deletes the state has looked at the pins after this one was released, and so after the new one was made.
         let is_there = looked.map(|look| look.pins().any(|id| id == self.id));

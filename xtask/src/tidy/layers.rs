@@ -49,6 +49,7 @@ const BELOW: &[(&str, &[&str])] = &[
             "vmstrata-store",
             "vmstrata-flushlog",
             "vmstrata-disk",
+            "vmstrata-backup",
             "vmstrata-export",
             "vmstrata-memory",
             "vmstrata-api",

@@ -13,26 +13,59 @@ const PIECE: u64 = 2 << 20;
 
 /// What has changed, in order, in whole units; ends with the first error.
 #[derive(Debug)]
-pub struct ChangedBytes<'a> {
-    extents: DiffExtents<'a>,
+pub struct ChangedBytes {
+    extents: DiffExtents,
     old: Arc<Disk>,
     new: Arc<Disk>,
     unit: usize,
     /// What of the current extent was not compared yet.
     rest: Option<DiffExtent>,
+    /// The end of what was compared.
+    at: GuestOffset,
     found: Found,
 }
 
-impl<'a> ChangedBytes<'a> {
-    pub(super) fn new(diff: &'a Diff) -> Result<Self> {
+/// What one look found.
+#[derive(Debug)]
+pub(crate) enum Looked {
+    /// What has changed next.
+    Changed(DiffExtent),
+    /// Nothing more in what was compared, which ends here.
+    UpTo(GuestOffset),
+    /// Nothing more at all.
+    End,
+}
+
+impl ChangedBytes {
+    pub(super) fn new(diff: &Diff) -> Result<Self> {
         Ok(Self {
             extents: diff.extents(),
             old: diff.disk(diff.states.top(&diff.states.old))?,
             new: diff.disk(diff.states.top(&diff.states.new))?,
             unit: usize::try_from(diff.unit().size()).expect("at most 2 MiB"),
             rest: None,
+            at: GuestOffset::ZERO,
             found: Found::default(),
         })
+    }
+
+    /// The newer state.
+    pub(crate) fn new_state(&self) -> &Arc<Disk> {
+        &self.new
+    }
+
+    /// Compares no more than one piece.
+    ///
+    /// # Errors
+    /// A state that cannot be read.
+    pub(crate) fn look(&mut self) -> Result<Looked> {
+        if self.found.extents.len() < 2 {
+            if self.advance()? {
+                return Ok(Looked::UpTo(self.at));
+            }
+            return Ok(self.found.extents.pop_front().map_or(Looked::End, Looked::Changed));
+        }
+        Ok(Looked::Changed(self.found.extents.pop_front().expect("there are two")))
     }
 }
 
@@ -46,7 +79,7 @@ fn read(disk: &Disk, at: GuestOffset, len: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-impl Search for ChangedBytes<'_> {
+impl Search for ChangedBytes {
     /// Compares the next piece; false at the end.
     fn advance(&mut self) -> Result<bool> {
         let Some(extent) = self.rest.take().map(Ok).or_else(|| self.extents.next()).transpose()? else {
@@ -74,6 +107,7 @@ impl Search for ChangedBytes<'_> {
             }
             done = part.end;
         }
+        self.at = start + len;
         Ok(true)
     }
 
@@ -82,7 +116,7 @@ impl Search for ChangedBytes<'_> {
     }
 }
 
-impl Iterator for ChangedBytes<'_> {
+impl Iterator for ChangedBytes {
     type Item = Result<DiffExtent>;
 
     fn next(&mut self) -> Option<Self::Item> {

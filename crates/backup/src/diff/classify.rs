@@ -12,10 +12,10 @@ use super::{Diff, DiffExtent, DiffKind, Found, Search};
 const BATCH: usize = 1024;
 
 /// What may have changed, in order; ends with the first error.
-pub struct DiffExtents<'a> {
-    diff: &'a Diff,
-    old: Reader<'a>,
-    new: Reader<'a>,
+pub struct DiffExtents {
+    diff: Diff,
+    old: Reader,
+    new: Reader,
     /// Guest offsets at which a layer ends, sorted.
     ends: Vec<u64>,
     at: GuestOffset,
@@ -24,7 +24,7 @@ pub struct DiffExtents<'a> {
     below: Option<Arc<Disk>>,
 }
 
-impl std::fmt::Debug for DiffExtents<'_> {
+impl std::fmt::Debug for DiffExtents {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("DiffExtents")
             .field("at", &self.at)
@@ -33,8 +33,8 @@ impl std::fmt::Debug for DiffExtents<'_> {
     }
 }
 
-impl<'a> DiffExtents<'a> {
-    pub(super) fn new(diff: &'a Diff) -> Self {
+impl DiffExtents {
+    pub(super) fn new(diff: Diff) -> Self {
         let states = &diff.states;
         let mut ends = vec![states.new.size];
         for side in [&states.old, &states.new] {
@@ -44,9 +44,9 @@ impl<'a> DiffExtents<'a> {
         ends.sort_unstable();
         ends.dedup();
         Self {
-            diff,
             old: Reader::new(&states.old),
             new: Reader::new(&states.new),
+            diff,
             ends,
             at: GuestOffset::ZERO,
             found: Found::default(),
@@ -124,7 +124,7 @@ impl<'a> DiffExtents<'a> {
     }
 }
 
-impl Search for DiffExtents<'_> {
+impl Search for DiffExtents {
     /// Looks at the next region that may hold a change; false at the end.
     fn advance(&mut self) -> Result<bool> {
         let states = &self.diff.states;
@@ -153,7 +153,7 @@ impl Search for DiffExtents<'_> {
     }
 }
 
-impl Iterator for DiffExtents<'_> {
+impl Iterator for DiffExtents {
     type Item = Result<DiffExtent>;
 
     fn next(&mut self) -> Option<Self::Item> {

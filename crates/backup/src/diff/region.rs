@@ -1,5 +1,7 @@
 //! What the layers of one state say about a region, and where they say anything at all.
 
+use std::sync::Arc;
+
 use vmstrata_disk::{FrozenLayer, Result};
 use vmstrata_qcow2::{L2Entry, SubclusterState, Subclusters};
 use vmstrata_types::{ClusterBits, GuestOffset, GuestRange};
@@ -25,16 +27,16 @@ const BATCH: usize = 512;
 const QCOW2: &str = "a layer with a backing file is qcow2";
 
 /// The layers of a state, read from left to right.
-pub(super) struct Reader<'a> {
-    side: &'a Side,
+pub(super) struct Reader {
+    side: Arc<Side>,
     cursors: Vec<Cursor>,
     said: Vec<Said>,
 }
 
-impl<'a> Reader<'a> {
-    pub(super) fn new(side: &'a Side) -> Self {
+impl Reader {
+    pub(super) fn new(side: &Arc<Side>) -> Self {
         let cursors = side.layers.iter().map(|_| Cursor::default()).collect();
-        Self { side, cursors, said: Vec::new() }
+        Self { side: Arc::clone(side), cursors, said: Vec::new() }
     }
 
     /// The first place at or after `at` for which a layer that shows there has an L2 table.

@@ -13,10 +13,10 @@ use super::DiffOptions;
 use crate::fault::BackupFault;
 
 /// Both states, and what they stand on.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct States {
-    pub(super) old: Side,
-    pub(super) new: Side,
+    pub(super) old: Arc<Side>,
+    pub(super) new: Arc<Side>,
     /// The newest layer that both have.
     pub(super) common: FrozenLayer,
     /// Smallest cluster size above it.
@@ -88,7 +88,7 @@ impl States {
         }
         let common = walks[0].layers[depths[0]].clone();
         let [new, old] = walks;
-        let (new, old) = (new.side(depths[0], &common), old.side(depths[1], &common));
+        let (new, old) = (Arc::new(new.side(depths[0], &common)), Arc::new(old.side(depths[1], &common)));
         let clusters = new.layers.iter().chain(&old.layers).filter_map(|visible| visible.layer.unit());
         let unit = clusters.min().unwrap_or(ClusterBits::DEFAULT);
         Ok(Self { old, new, common, unit })

@@ -30,9 +30,9 @@ pub struct UnservedArgs {
 #[derive(Debug, Args)]
 #[command(after_help = HELP)]
 pub struct RebaseArgs {
-    /// The disk, which no guest uses: a clone of a snapshot of a tiered disk
+    /// The disk, a clone of a snapshot of a tiered disk: its path, or what a server calls it
     pub disk: PathBuf,
-    /// Which snapshot it is to stand on: BASE@VERSION
+    /// Which snapshot it is to stand on: BASE@VERSION; BASE is a path, or the address of its repository
     #[arg(long, value_name = "STATE")]
     pub onto: PathBuf,
     /// Say what the disk would store, and change nothing
@@ -48,11 +48,14 @@ pub struct RebaseArgs {
 
 const HELP: &str = "\
 Examples:
-  vmstrata rebase /mnt/nas/vms/desk7.qcow2 --onto /mnt/nas/vms/golden.qcow2@v2 --dry-run
+  vmstrata rebase desk7 --onto /mnt/nas/vms/golden.qcow2@v2 --dry-run
+  vmstrata rebase desk7 --onto /mnt/nas/vms/golden.qcow2@v2
+  vmstrata rebase desk7 --onto s3://vms/golden@v2
   vmstrata rebase /mnt/nas/vms/desk7.qcow2 --onto /mnt/nas/vms/golden.qcow2@v2
 
 A guest that patched itself as the base was patched stores the patch once more. Afterwards it reads every byte as before, and its file has only what the \
-new version has not at the same place. The new file is compared with the disk before it takes its name, in one step. A command that is interrupted \
-changes nothing. Refused for disks with snapshots of their own.
+new version has not at the same place. A disk that a server has is rebased by a job of that server, and its guest goes on; `vmstrata job` slows, pauses and \
+cancels it. Otherwise no guest uses the disk: a new file is compared with it and takes its name in one step. A command that is interrupted leaves \
+the disk as it was. Refused for disks with snapshots of their own. A base in HDFS or S3 is for disks that are served.
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";

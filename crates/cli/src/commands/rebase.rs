@@ -6,21 +6,19 @@ use std::process::ExitCode;
 use std::slice;
 use std::sync::Arc;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use serde::Serialize;
-use vmstrata_backup::{RebaseOptions, foresee_rebase, rebase};
-use vmstrata_disk::{
-    Disk, Format, OpenOptions, Resources, copy_access, directory_of, is_published, probe_chain,
-    unfinished_copy,
-};
-use vmstrata_repo::Repository;
-use vmstrata_tier::{Pin, Purpose};
+use vmstrata_api::JobSpec;
+use vmstrata_backup::{Rebase, RebaseOptions, rebased_from};
+use vmstrata_disk::snapshot::state_of;
+use vmstrata_disk::{Disk, Format, OpenOptions, Resources, copy_access, directory_of, unfinished_copy};
+use vmstrata_tier::{BaseState, PinId, release_clone};
 use vmstrata_types::path_to_text;
 
 use super::backup::watched;
 use super::snapshot::live::Live;
 use super::snapshot::resources;
-use super::tiered::{pin_of, reader_of, repository_in, split, tiered};
+use super::tiered::{address_of, split};
 use crate::args::RebaseArgs;
 use crate::audit;
 use crate::output::answer;
@@ -52,44 +50,69 @@ impl Report {
 /// # Errors
 /// What could not be done; the disk is then as it was.
 pub fn run(args: &RebaseArgs) -> Result<ExitCode> {
-    if let Some(live) = Live::find(slice::from_ref(&args.disk), &args.access.server)? {
-        bail!(
-            "{}: a server has it: end its guest, and `vmstrata disk remove {}` first",
-            args.disk.display(),
-            live.name()
-        );
-    }
-    let disk = args.disk.canonicalize().with_context(|| args.disk.display().to_string())?;
-    let target = Target::find(&args.onto)?;
-    let resources = resources(&args.access.journal)?;
-    let own = Own { args, disk: &disk, resources: &resources };
-    let below = own.check()?;
-    let report = if args.dry_run {
-        own.report(&target, own.foresee(&target)?)?
-    } else {
-        let onto = path_to_text(&args.onto);
-        audit::change(audit::of("rebase", [&args.disk]).object(onto), |_| own.rebase(&target, &below))?
+    let report = match Live::find(slice::from_ref(&args.disk), &args.access.server)? {
+        Some(live) => rebase_served(args, &live)?,
+        None => rebase_file(args)?,
     };
     answer(args.access.json, &report, || report.text())?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// The state that the disk is to stand on.
-struct Target {
-    repository: Arc<dyn Repository>,
-    pin: Pin,
-    layer: PathBuf,
+/// Its server does it, while the guest goes on.
+fn rebase_served(args: &RebaseArgs, live: &Live) -> Result<Report> {
+    ensure!(
+        !args.no_subclusters,
+        "{}: is served: its key subclusters says how its overlays are made",
+        args.disk.display()
+    );
+    let (base, version) = named(args)?;
+    let onto = match address_of(base)? {
+        Some(_) => path_to_text(&args.onto),
+        None => path_to_text(&state_of(&std::path::absolute(base)?, version)),
+    };
+    let allocated_bytes_before = allocated(&args.disk)?;
+    let disk = live.name().to_owned();
+    let asked = JobSpec::Rebase { disk, onto, dry_run: args.dry_run, bytes_per_second: None };
+    let job = live.wait_job(&asked, args.access.quiet || args.access.json)?;
+    Ok(Report {
+        disk: path_to_text(&args.disk),
+        onto: path_to_text(&args.onto),
+        stored_bytes: job.differing_bytes.unwrap_or_default(),
+        allocated_bytes_before,
+        is_dry_run: args.dry_run,
+    })
 }
 
-impl Target {
-    fn find(onto: &Path) -> Result<Self> {
-        let (base, name) = split(onto).with_context(|| format!("{}: say BASE@VERSION", onto.display()))?;
-        let found = tiered(base)?;
-        found.refuse_elsewhere("`rebase` works")?;
-        let pin = pin_of(&found, base, name)?;
-        let layer = std::path::absolute(found.top_of(found.state_of(&pin.epoch)?))?;
-        Ok(Self { repository: found.repository, pin, layer })
+fn rebase_file(args: &RebaseArgs) -> Result<Report> {
+    let (base, _) = named(args)?;
+    ensure!(
+        address_of(base)?.is_none(),
+        "{}: its layers are no files: serve the disk with its keys replica and repository, and run this again",
+        base.display()
+    );
+    let disk = args.disk.canonicalize().with_context(|| args.disk.display().to_string())?;
+    let resources = resources(&args.access.journal)?;
+    let own = Own { args, disk: &disk, resources: &resources };
+    let below = own.check()?;
+    let target = BaseState::find(&args.onto, &below)?;
+    if args.dry_run {
+        return own.report(
+            &target,
+            own.run(Rebase::foresee((&disk, target.layer()), &own.options(), &resources)?)?,
+        );
     }
+    let onto = path_to_text(&args.onto);
+    audit::change(audit::of("rebase", [&args.disk]).object(onto), |_| own.rebase(&target, &below))
+}
+
+/// The base and its version.
+fn named(args: &RebaseArgs) -> Result<(&Path, &str)> {
+    split(&args.onto).with_context(|| format!("{}: say BASE@VERSION", args.onto.display()))
+}
+
+fn allocated(disk: &Path) -> Result<u64> {
+    use std::os::unix::fs::MetadataExt as _;
+    Ok(disk.metadata()?.blocks() * 512)
 }
 
 /// The disk.
@@ -107,41 +130,31 @@ impl Own<'_> {
 
     fn options(&self) -> RebaseOptions {
         let allow_backing = self.args.access.backing.allow_backing.clone();
-        RebaseOptions { allow_backing, no_subclusters: self.args.no_subclusters }
+        let no_subclusters = self.args.no_subclusters;
+        RebaseOptions { allow_backing, no_subclusters, ..RebaseOptions::default() }
+    }
+
+    fn run(&self, rebase: Rebase) -> Result<u64> {
+        let what = if self.args.dry_run { "comparing" } else { "rebasing" };
+        watched(what, self.args.access.quiet || self.args.access.json, |watch| Ok(rebase.run(watch)?))
     }
 
     /// Refuses a disk of which something would be lost. Returns the layer that it stands on.
     fn check(&self) -> Result<PathBuf> {
-        let chain = probe_chain(self.disk, &self.open_options(true))?;
-        let (top, below) = chain.split_last().expect("a chain has a layer");
-        let path = self.args.disk.display();
-        let newest = below.last().filter(|layer| is_published(&layer.path));
-        let newest = newest.with_context(|| {
-            format!("{path}: it does not stand on a published layer itself: it has snapshots of its own, or is no clone of a tiered disk's snapshot")
-        })?;
-        ensure!(top.snapshots.is_empty(), "{path}: it has internal snapshots, which would be lost");
-        ensure!(top.bitmaps.is_empty(), "{path}: it has bitmaps, which would be lost");
-        Ok(newest.path.clone())
+        Ok(rebased_from(self.disk, &self.open_options(true))?)
     }
 
-    fn foresee(&self, target: &Target) -> Result<u64> {
-        watched("comparing", self.args.access.quiet || self.args.access.json, |watch| {
-            Ok(foresee_rebase((self.disk, &target.layer), &self.options(), self.resources, watch)?)
-        })
-    }
-
-    fn report(&self, target: &Target, stored_bytes: u64) -> Result<Report> {
-        use std::os::unix::fs::MetadataExt as _;
+    fn report(&self, target: &BaseState, stored_bytes: u64) -> Result<Report> {
         Ok(Report {
             disk: path_to_text(&self.args.disk),
-            onto: path_to_text(&target.layer),
+            onto: path_to_text(target.layer()),
             stored_bytes,
-            allocated_bytes_before: self.disk.metadata()?.blocks() * 512,
+            allocated_bytes_before: allocated(self.disk)?,
             is_dry_run: self.args.dry_run,
         })
     }
 
-    fn rebase(&self, target: &Target, below: &Path) -> Result<Report> {
+    fn rebase(&self, target: &BaseState, below: &Path) -> Result<Report> {
         // What a server that was killed had not flushed belongs to it; and no other process may have it open for writing.
         let open =
             OpenOptions { unflushed: self.args.access.journal.unflushed(), ..self.open_options(false) };
@@ -149,10 +162,10 @@ impl Own<'_> {
         let held = Disk::open(self.disk, &self.open_options(true), self.resources)?;
         let draft = unfinished_copy(self.disk);
         remove_if_there(&draft)?;
-        let pin = target.pin.again(&*target.repository, &reader_of(self.disk))?;
-        let made = watched("rebasing", self.args.access.quiet || self.args.access.json, |watch| {
-            Ok(rebase((self.disk, &target.layer), &draft, &self.options(), self.resources, watch)?)
-        });
+        let pin = target.keep_for(self.disk, PinId::draw())?;
+        let states = (self.disk, target.layer());
+        let made = Rebase::begin(states, &draft, &self.options(), self.resources);
+        let made = made.map_err(Into::into).and_then(|rebase| self.run(rebase));
         let report = made.and_then(|bytes| self.report(target, bytes));
         let placed = report.and_then(|report| {
             let file = File::options().write(true).open(&draft)?;
@@ -163,29 +176,13 @@ impl Own<'_> {
         });
         if placed.is_err() {
             remove_if_there(&draft)?;
-            pin.release(&*target.repository)?;
+            target.release(&pin)?;
         }
         let report = placed?;
         File::open(directory_of(self.disk))?.sync_all()?;
         drop(held);
-        self.release(below, &pin)?;
+        release_clone(self.disk, (below, None), |other| other.id != pin.id)?;
         Ok(report)
-    }
-
-    /// Lets go of the state that the disk stood on before.
-    fn release(&self, below: &Path, new: &Pin) -> Result<()> {
-        let Some(directory) = below.parent() else { return Ok(()) };
-        let found = repository_in(directory)?;
-        let Purpose::Reader(who) = reader_of(self.disk) else { return Ok(()) };
-        // The clone may have been made on another host.
-        let is_own = |pin: &Pin| match &pin.purpose {
-            Purpose::Reader(other) => {
-                other.rsplit_once(" at ").map(|(of, _)| of) == who.rsplit_once(" at ").map(|(of, _)| of)
-            }
-            _ => false,
-        };
-        let old = Pin::all(&*found)?.into_iter().filter(|pin| pin.id != new.id && is_own(pin));
-        old.into_iter().try_for_each(|pin| Ok(pin.release(&*found)?))
     }
 }
 

@@ -14,7 +14,7 @@ use vmstrata_disk::{CreateOptions, create, create_on, directory_of};
 use vmstrata_repo::{DirectoryRepository, Repository};
 use vmstrata_tier::{
     Cache, CachedFiles, DiskAddress, DiskState, Epoch, Head, LayerDirectory, OnMissing, Pin, Purpose, Remote,
-    fetch, find_state, forget, is_object_name, newest, repository_of, snapshots, stand_in,
+    clone_reader, fetch, find_state, forget, is_object_name, newest, repository_of, snapshots, stand_in,
 };
 use vmstrata_types::{path_to_text, time};
 
@@ -24,7 +24,6 @@ use crate::args::{
     Command, IndexCommand, PinsArgs, SnapshotCloneArgs, SnapshotCommand, SnapshotDeleteArgs,
     SnapshotListArgs, SnapshotShowArgs,
 };
-use crate::attach::absolute;
 use crate::audit;
 use crate::output::{Table, answer, print};
 use crate::units::short_size;
@@ -448,7 +447,7 @@ pub fn clone_of(named: &Pin, found: &Found, output: &Path, subclusters: bool) ->
     ensure!(output.symlink_metadata().is_err(), "{}: exists already", output.display());
     let state = found.state_of(&named.epoch)?;
     let layer = found.known_as(state, output)?;
-    let pin = named.again(repository, &reader_of(output))?;
+    let pin = named.again(repository, &clone_reader(output))?;
     let options = CreateOptions::overlay(layer.clone(), state.size, subclusters);
     let made = match found.is_directory {
         true => create(output, &options).map_err(Into::into),
@@ -484,19 +483,6 @@ fn create_elsewhere(
 pub fn pin_of(found: &Found, disk: &Path, name: &str) -> Result<Pin> {
     let named = snapshots(&*found.repository)?.into_iter().find(|(info, _)| info.name == name);
     Ok(named.with_context(|| format!("{}: no snapshot '{name}'", disk.display()))?.1)
-}
-
-/// Why the state is kept that a clone stands on.
-pub fn reader_of(clone: &Path) -> Purpose {
-    Purpose::reader(&format!("clone {}", absolute(clone)))
-}
-
-/// The repository in a directory.
-///
-/// # Errors
-/// One that cannot be opened.
-pub fn repository_in(directory: &Path) -> Result<Arc<dyn Repository>> {
-    Ok(Arc::new(DirectoryRepository::open(directory, is_object_name)?))
 }
 
 /// A pin as data.

@@ -182,6 +182,23 @@ pub fn clones_stand_on_a_named_state(far: &Far, server: &Server) {
     let desks = serve();
     is_as(&desks, "desk0", &base);
     is_as(&desks, "desk1", &model);
+
+    // A newer version is the same for the guest, and the disk stores what it has not.
+    server.ask_ok(["snapshot", "create", "web", "--name", "v2"]);
+    let (v2, desk) = (format!("{}@v2", far.address), far.images.name("desk0.qcow2"));
+    let foreseen = desks.ask_ok(["rebase", "desk0", "--onto", &v2, "--dry-run", "--json"]);
+    assert_eq!(serde_json::from_str::<Value>(&foreseen).unwrap()["stored_bytes"], 64 << 10);
+    let said = desks.ask_ok(["rebase", "desk0", "--onto", &v2]);
+    assert!(said.contains("stands on"), "{said}");
+    is_as(&desks, "desk0", &base);
+    let pins = run_json(["tier", "pins", &far.address, "--json"]);
+    let own = |pin: &&Value| pin["purpose"]["reader"].as_str().is_some_and(|who| who.contains("desk0"));
+    assert_eq!(pins.as_array().unwrap().iter().filter(own).count(), 1, "{pins}");
+    assert!(desks.stop().success());
+    let refused = run_err(1, ["rebase", &desk, "--onto", &v2]);
+    assert!(refused.contains("serve the disk"), "{refused}");
+    let desks = serve();
+    is_as(&desks, "desk0", &base);
     assert!(desks.stop().success());
     let elsewhere =
         args[1].replace(&far.address, &format!("{}-other", far.address.split('?').next().unwrap()));

@@ -14,10 +14,15 @@ pub struct Guest {
 impl Guest {
     /// Of the server's disk `web`.
     pub fn new(server: &Server) -> Self {
+        Self::of(server, "web")
+    }
+
+    /// Of one of the server's disks.
+    pub fn of(server: &Server, disk: &str) -> Self {
         // It says at once what it has done.
         let mut guest = Command::new("stdbuf");
         guest
-            .args(["-o0", "qemu-io", "-f", "raw", &server.uri("web")])
+            .args(["-o0", "qemu-io", "-f", "raw", &server.uri(disk)])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         let mut child = guest.spawn().unwrap();

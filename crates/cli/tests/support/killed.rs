@@ -28,9 +28,20 @@ pub fn calls<S: AsRef<str>>(args: &[S]) -> Vec<Call> {
     let path = log.path().to_str().expect("UTF-8");
     let output = traced(&["-o", path, "-e", &format!("trace={CHANGES}")], args);
     assert!(output.status.success(), "{:?}: {}", output.status, stderr(&output));
-    let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
     let mut made: Vec<Call> = Vec::new();
-    for line in std::fs::read_to_string(path).expect("written by strace").lines() {
+    for (_, call, _) in calls_in(&std::fs::read_to_string(path).expect("written by strace")) {
+        if !made.contains(&call) {
+            made.push(call);
+        }
+    }
+    made
+}
+
+/// The calls in a log of `strace -f`: with the thread that made each, and the line.
+fn calls_in(log: &str) -> Vec<(&str, Call, &str)> {
+    let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
+    let mut made = Vec::new();
+    for line in log.lines() {
         // `PID  name(...) = result`; the second half of a call that another thread interrupted is `PID  <... name resumed>`.
         let Some((thread, call)) = line.split_once(' ') else { continue };
         let Some((name, _)) = call.trim_start().split_once('(').filter(|(name, _)| is_name(name)) else {
@@ -38,12 +49,35 @@ pub fn calls<S: AsRef<str>>(args: &[S]) -> Vec<Call> {
         };
         let number = counts.entry((thread.to_owned(), name.to_owned())).or_default();
         *number += 1;
-        let call = Call { name: name.to_owned(), number: *number };
-        if !made.contains(&call) {
-            made.push(call);
-        }
+        made.push((thread, Call { name: name.to_owned(), number: *number }, line));
     }
     made
+}
+
+/// Options of `strace` that write what a server changes to the file `log`. The server stays the child of who starts it.
+pub fn logging(log: &str) -> Vec<String> {
+    ["-D", "-f", "-qq", "-s", "4096", "-o", log, "-e", &format!("trace={CHANGES}")]
+        .map(str::to_owned)
+        .to_vec()
+}
+
+/// Options that kill a server when a thread of it is about to make the call.
+pub fn killing(Call { name, number }: &Call) -> Vec<String> {
+    let inject = format!("inject={name}:signal=KILL:when={number}");
+    ["-D", "-f", "-qq", "-o", "/dev/null", "-e", &format!("trace={name}"), "-e", &inject]
+        .map(str::to_owned)
+        .to_vec()
+}
+
+/// The calls of the thread that made one with `text` in it, as far as they can be told from those of other threads by their numbers.
+pub fn calls_of_thread_with(log: &str, text: &str) -> Vec<Call> {
+    let all = calls_in(log);
+    let (of, ..) = all.iter().find(|(.., line)| line.contains(text)).expect("such a call");
+    let is_other = |call: &Call| all.iter().any(|(thread, other, _)| thread != of && other == call);
+    all.iter()
+        .filter(|(thread, call, _)| thread == of && !is_other(call))
+        .map(|(_, call, _)| call.clone())
+        .collect()
 }
 
 fn is_name(text: &str) -> bool {

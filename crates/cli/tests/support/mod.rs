@@ -12,6 +12,7 @@ pub mod guest;
 pub mod http;
 pub mod killed;
 pub mod loop_device;
+pub mod nas;
 pub mod server;
 pub mod trial;
 pub mod vault;

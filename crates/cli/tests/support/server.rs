@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::{Child, ExitStatus, Output, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -35,8 +35,19 @@ impl Server {
 
     /// The same with the journals of an earlier server.
     pub fn start_in(runtime: TempDir, args: &[&str]) -> Self {
+        Self::start_by(super::vmstrata(), runtime, args)
+    }
+
+    /// The same under `strace` with these options, of which `-D` is one.
+    pub fn start_traced(options: &[String], args: &[&str]) -> Self {
+        let mut strace = Command::new("strace");
+        strace.args(options).arg(super::vmstrata().get_program());
+        Self::start_by(strace, tempfile::tempdir().expect("a temporary directory"), args)
+    }
+
+    fn start_by(mut command: Command, runtime: TempDir, args: &[&str]) -> Self {
         let log = runtime.path().join("stderr");
-        let mut child = super::vmstrata()
+        let mut child = command
             .args(["serve", "--json", "--runtime-dir"])
             .arg(runtime.path())
             .args(args)
@@ -123,6 +134,12 @@ impl Server {
             let stats = ask(&self.control(), "GET", "/v1/stats", "").json();
             stats["disks"].as_array().expect("disks").iter().map(requests).sum::<u64>() >= count
         });
+    }
+
+    /// Waits until it is killed; returns what outlives it.
+    pub fn wait_killed(mut self) -> TempDir {
+        assert_eq!(self.wait().signal(), Some(9), "{}", self.log());
+        std::mem::replace(&mut self.runtime, tempfile::tempdir().expect("a temporary directory"))
     }
 
     /// Waits for its end.

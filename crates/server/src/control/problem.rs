@@ -145,6 +145,7 @@ fn classify_tier(error: &vmstrata_tier::Error) -> (u16, &'static str) {
         | Error::Unnamable(_)
         | Error::NoGroup { .. }
         | Error::Incomplete { .. }
+        | Error::OtherBase { .. }
         | Error::OtherDisk { .. }
         | Error::Detached { .. } => (422, "invalid"),
         _ => (500, "tier"),

@@ -10,7 +10,7 @@ use vmstrata_tier::{Attaching, TierStatus};
 
 use super::{Host, Table};
 use crate::error::Error;
-use crate::jobs::{Attached, TIER_ATTACH, TierAttach};
+use crate::jobs::{Attached, REBASE, TIER_ATTACH, TierAttach};
 use crate::spec::DiskSpec;
 
 /// A disk that is being attached, as its status shows it.
@@ -59,6 +59,7 @@ impl Host {
         let attaching = table.entry(name).and_then(|entry| entry.attaching.clone());
         drop(table);
         let slot = self.jobs.reserve(&TIER_ATTACH, name)?;
+        self.jobs.refuse_beside(&[&REBASE], name)?;
         let attaching = match attaching {
             Some(attaching) if attaching.attached.lock().is_none() => {
                 let why = "what publishes it could not be started: remove the disk, and add it".to_owned();

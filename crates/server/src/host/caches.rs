@@ -8,13 +8,14 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use vmstrata_api as api;
-use vmstrata_disk::Disk;
+use vmstrata_disk::{Disk, Opener};
 use vmstrata_tier::{
-    BOOT, CACHE_NAME, Cache, CacheUse, CachedFiles, Elsewhere, OnMissing, ReadThrough, Replica,
-    RepositoryAddress, read_through,
+    CACHE_NAME, Cache, CacheUse, CachedFiles, Elsewhere, OnMissing, ReadThrough, Replica, RepositoryAddress,
+    read_through,
 };
 use vmstrata_types::path_to_text;
 
@@ -60,13 +61,24 @@ impl Caches {
         Ok(Elsewhere::new(repository, &self.cache(tier)?, Arc::clone(&self.files), on_missing))
     }
 
-    /// Has the published layers of a chain read through a cache, of which the newest one's path is `newest`.
+    /// What opens the files of disks with layers that are no files.
+    pub(super) fn opener(&self) -> Arc<dyn Opener> {
+        self.files.clone()
+    }
+
+    /// Has the published layers of a chain read through a cache, of which the newest one's path is `newest`. For the time `boot`, reads are
+    /// those of a guest that starts.
     ///
     /// # Errors
     /// As [`Caches::elsewhere`].
-    pub(super) fn read_through(&self, newest: &Path, asked: &ReplicaSpec) -> Result<(), Error> {
+    pub(super) fn read_through(
+        &self,
+        newest: &Path,
+        asked: &ReplicaSpec,
+        boot: Duration,
+    ) -> Result<(), Error> {
         let through = (&self.cache(&asked.dir)?, asked.on_missing);
-        Ok(read_through(&self.files, newest, asked.repository.as_ref(), through, BOOT)?)
+        Ok(read_through(&self.files, newest, asked.repository.as_ref(), through, boot)?)
     }
 
     /// The layers of a disk that are read through a cache.

@@ -13,6 +13,7 @@ use vmstrata_export::nbd;
 use vmstrata_store::{FileError, FileId, LockError};
 
 use super::exports::Export;
+use super::rebase::may_have_state;
 use super::users::{Lent, PATIENCE};
 use super::{Change, Entry, Host, Phase, states};
 use crate::error::{Error, NotClean};
@@ -56,7 +57,12 @@ impl Host {
 
     /// How the files of a disk are opened.
     pub(super) fn open_options(&self, spec: &DiskSpec) -> OpenOptions {
-        states::open_options(spec, &self.allow_backing)
+        let options = states::open_options(spec, &self.allow_backing);
+        match spec.stand_in() {
+            // Its layers are no files.
+            Some(_) => OpenOptions { opener: self.caches.opener(), ..options },
+            None => options,
+        }
     }
 
     /// Opens a disk, or the disks of a group.
@@ -156,6 +162,7 @@ impl Host {
         }
         let mut lent = Vec::with_capacity(specs.len());
         for (spec, disk) in specs.iter().zip(disks) {
+            table.note_rebase_state(&spec.name, may_have_state(&disk));
             table.set_phase(&spec.name, Phase::Serving(disk));
             lent.push(table.lend(&spec.name, "being opened")?.1);
         }

@@ -9,7 +9,9 @@ use vmstrata_disk::{Disk, OpenOptions};
 use super::Host;
 use crate::audit::What;
 use crate::error::Error;
-use crate::jobs::{DEFAULT_LIMIT, FLATTEN, INDEX_BUILD, IndexBuild, MERGE, MOVE, Merging, SNAPSHOT_DELETE};
+use crate::jobs::{
+    DEFAULT_LIMIT, FLATTEN, INDEX_BUILD, IndexBuild, MERGE, MOVE, Merging, REBASE, SNAPSHOT_DELETE,
+};
 use crate::spec::{SpecError, absolute};
 
 /// A limit of 0 would be a pause that does not say so.
@@ -75,6 +77,9 @@ impl Host {
         if let JobSpec::Move { .. } = asked {
             return self.begin_move(&asked, by);
         }
+        if let JobSpec::Rebase { .. } = asked {
+            return self.begin_rebase(&asked, by);
+        }
         if let JobSpec::ReplicaFill { .. } | JobSpec::ReplicaScrub { .. } = asked {
             return self.begin_replica_walk(&asked, by);
         }
@@ -113,10 +118,11 @@ impl Host {
             }
             JobSpec::TierAttach { .. }
             | JobSpec::Move { .. }
+            | JobSpec::Rebase { .. }
             | JobSpec::ReplicaFill { .. }
             | JobSpec::ReplicaScrub { .. } => unreachable!("begun above"),
         };
-        self.jobs.refuse_beside(&[&MOVE], asked.disk())?;
+        self.jobs.refuse_beside(&[&MOVE, &REBASE], asked.disk())?;
         let limit = Some(limit.unwrap_or(DEFAULT_LIMIT));
         self.keep_job(asked.disk(), || slot.start(limit, by, work))
     }

@@ -19,7 +19,7 @@ use vmstrata_types::{path_from_text, path_to_text};
 
 use super::Host;
 use crate::error::Error;
-use crate::jobs::{DiskMove, FLATTEN, MERGE, MOVE, SNAPSHOT_DELETE, Slot};
+use crate::jobs::{DiskMove, FLATTEN, MERGE, MOVE, REBASE, SNAPSHOT_DELETE, Slot};
 
 /// What is done with a disk until its job has begun.
 const BEGINNING: &str = "being moved";
@@ -46,7 +46,7 @@ impl Host {
         let open = self.open_options(spec);
         drop(table);
         let slot = self.jobs.reserve(&MOVE, name)?;
-        self.jobs.refuse_beside(&[&MERGE, &FLATTEN, &SNAPSHOT_DELETE], name)?;
+        self.jobs.refuse_beside(&[&MERGE, &FLATTEN, &SNAPSHOT_DELETE, &REBASE], name)?;
         let to = path_from_text(to);
         let moving: Box<dyn Move> = if is_way_back(disk.path(), &to) {
             let options = BackOptions { to, open, skip_unreadable: *skip_unreadable };

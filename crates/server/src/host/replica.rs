@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vmstrata_api::{self as api, ChangedBy, JobSpec, JobStatus};
 use vmstrata_disk::{Disk, OpenOptions, published_below};
-use vmstrata_tier::{LayerReplica, Replica};
+use vmstrata_tier::{BOOT, LayerReplica, Replica};
 use vmstrata_types::path_to_text;
 
 use super::Host;
@@ -26,7 +26,7 @@ impl Host {
         asked: &ReplicaSpec,
     ) -> Result<(), Error> {
         match published_below(image, options)? {
-            Some(newest) => self.caches.read_through(&newest, asked),
+            Some(newest) => self.caches.read_through(&newest, asked, BOOT),
             None => Ok(()),
         }
     }

@@ -78,6 +78,7 @@ impl Host {
             let _ = tokio::time::timeout(next, self.due.wake.notified()).await;
             let host = Arc::clone(&self);
             let look = move || {
+                host.let_go_of_rebases();
                 host.prune_all();
                 host.let_go_of_sources()
             };

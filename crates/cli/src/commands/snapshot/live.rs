@@ -211,6 +211,9 @@ impl Live {
                 }
                 JobSpec::ReplicaFill { .. } => "what came stays: the command goes on if it is run again",
                 JobSpec::Move { .. } => "what is copied stays: the command goes on if it is run again",
+                JobSpec::Rebase { .. } => {
+                    "the disk stands on what it stood on, and its server drops the state that was taken for it"
+                }
                 _ => STOPPED,
             };
             // The error names the file itself.
