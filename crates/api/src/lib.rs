@@ -43,7 +43,7 @@ pub use export::{
 pub use job::{
     JobChange, JobList, JobSpec, JobState, JobStatus, LayerRef, MergeDirection, RemoveFiles, Removed,
 };
-pub use limits::{DiskLimits, Limit};
+pub use limits::{DiskLimits, HostRate, Limit};
 pub use problem::{PROBLEM_TYPE, Problem};
 pub use size::{SizeChange, SizeSpec};
 pub use snapshot::{Quiesce, RevertSpec, SnapshotLayer, SnapshotReverted, SnapshotSpec, SnapshotTaken};
@@ -51,7 +51,7 @@ pub use stats::{DepthStats, DiskStats, KindStats, Latency, LatencyBucket, NamedS
 pub use status::{FlushLogStatus, ResourceStatus, ServerStatus};
 pub use tier::{
     DurableAt, OnOutage, PendingSnapshot, Replica, ReplicaDropped, ReplicaLayer, ReplicaList, ReplicaPin,
-    TierCache, TierHold, TierRate, TierState, TierStatus,
+    TierCache, TierHold, TierState, TierStatus,
 };
 
 /// Where a server listens unless told otherwise, below its runtime directory.

@@ -1,4 +1,4 @@
-//! How much a disk's guests may do in a second.
+//! How much a disk's guests may do in a second, and what a host's disks share.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -26,6 +26,16 @@ pub struct DiskLimits {
     /// Bytes written.
     #[serde(alias = "bps-write", default, skip_serializing_if = "Option::is_none")]
     pub bps_write: Option<Limit>,
+}
+
+/// How fast all tiered disks of a server together ship what they publish, or all its moves together write.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct HostRate {
+    /// Bytes a second; without limit if omitted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 65_536, maximum = 1_000_000_000_000_000_u64)]
+    pub bytes_a_second: Option<u64>,
 }
 
 /// A limit, and the burst that it allows after a while with less.

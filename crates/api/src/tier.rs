@@ -179,16 +179,6 @@ pub struct TierHold {
     pub seconds: u64,
 }
 
-/// How fast all tiered disks of a server together ship what they publish.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct TierRate {
-    /// Bytes a second; without limit if omitted.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(minimum = 65_536, maximum = 1_000_000_000_000_000_u64)]
-    pub bytes_a_second: Option<u64>,
-}
-
 /// Whether a tiered disk is published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]

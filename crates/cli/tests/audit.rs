@@ -86,6 +86,7 @@ const OTHERS: &[&str] = &[
     "job resume",
     "job cancel",
     "job limit",
+    "job move-rate",
     "tier status",
     "tier sync",
     "tier hold",

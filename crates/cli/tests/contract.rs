@@ -94,8 +94,10 @@ fn every_operation_answers_as_the_document_says() {
     client.ask("PUT", "/v1/disks/tiered/replica", &json!({ "pinned": false }), 200);
     client.ask("DELETE", "/v1/disks/tiered/replica", &Value::Null, 200);
     let rate = json!({ "bytes_a_second": 1 << 20 });
-    client.ask("PUT", "/v1/tier/rate", &rate, 200);
-    assert_eq!(client.get("/v1/tier/rate").json(), rate);
+    for path in ["/v1/tier/rate", "/v1/move/rate"] {
+        client.ask("PUT", path, &rate, 200);
+        assert_eq!(client.get(path).json(), rate);
+    }
     client.ask("GET", &format!("/v1/exports/{}", export["id"]), &Value::Null, 200);
     client.ask("DELETE", &format!("/v1/exports/{}", export["id"]), &Value::Null, 204);
     client.ask("DELETE", "/v1/disks/other", &Value::Null, 204);

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Command};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::support::guest::Guest;
 use crate::support::http::ask;
@@ -321,4 +321,75 @@ fn a_disk_that_no_server_serves_becomes_a_raw_file_and_an_image_again() {
     run_ok(["move", &host.path, "--to", &host.images.name("new/again.raw")]);
     let refused = run_err(1, ["drain", &host.images.name("new"), "--to", &to]);
     assert!(refused.contains("disks are drained to a directory"), "{refused}");
+}
+
+/// The lowest rate.
+const LOW: u64 = 64 << 10;
+
+/// Waits until so many moves have written something. Together they have kept to [`LOW`] since `began`, with a wide margin, and none has ended.
+fn assert_keep_to_low(server: &Server, count: usize, began: Instant) {
+    wait_until("all moves write", || {
+        let listed = ask(&server.control(), "GET", "/v1/jobs", "").json();
+        let moves: Vec<&Value> =
+            listed["jobs"].as_array().unwrap().iter().filter(|job| job["kind"] == "move").collect();
+        assert!(moves.iter().all(|job| job["state"] == "running"), "{listed}");
+        let bytes = moves.iter().map(|job| job["bytes"].as_u64().unwrap());
+        let (all, allowed) = (bytes.clone().sum::<u64>(), began.elapsed().as_secs() * LOW + 8 * LOW);
+        assert!(all <= allowed, "{all} of {allowed} bytes: {listed}");
+        moves.len() == count && bytes.clone().all(|bytes| bytes > LOW)
+    });
+}
+
+fn begin_move(server: &Server, disk: &str, to: &str) {
+    let asked = json!({ "kind": "move", "disk": disk, "to": to }).to_string();
+    assert_eq!(ask(&server.control(), "POST", "/v1/jobs", &asked).status, 201);
+}
+
+#[test]
+fn all_moves_of_a_server_share_its_rate_which_is_lifted_while_they_run() {
+    let host = Host::new();
+    let other = host.images.name("old/log.qcow2");
+    fs::copy(&host.model, &other).unwrap();
+    let [disk, nbd] = host.keys();
+    let log = format!("path={other}");
+    let server = Server::start(&["--disk", &disk, "--disk", &log, "--nbd", &nbd, "--move-rate", "64K"]);
+    assert!(server.ask_ok(["job", "move-rate"]).contains("64 KiB a second"));
+    let began = Instant::now();
+    let raw = host.images.name("new/log.raw");
+    begin_move(&server, "web", &host.new_dir());
+    begin_move(&server, "log", &raw);
+    assert_keep_to_low(&server, 2, began);
+    assert!(server.ask_ok(["job", "move-rate", "none"]).contains("without limit"));
+    let is_moved = |name: &str| {
+        ask(&server.control(), "GET", &format!("/v1/disks/{name}"), "").json()["moving"]["phase"] == "moved"
+    };
+    wait_until("both have moved", || is_moved("web") && is_moved("log"));
+    host.assert_reads(&server);
+    assert!(server.stop().success());
+    host.assert_moved();
+    tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &raw, &host.model]);
+}
+
+#[test]
+fn a_move_keeps_to_the_rate_after_the_switch_and_after_a_restart() {
+    let host = Host::new();
+    // Without a history there is nothing to copy before the switch.
+    fs::copy(&host.model, &host.path).unwrap();
+    let [disk, nbd] = host.keys();
+    let args = ["--disk", &disk, "--nbd", &nbd, "--move-rate", "64K"];
+    let server = Server::start(&args);
+    let began = Instant::now();
+    begin_move(&server, "web", &host.new_dir());
+    assert_keep_to_low(&server, 1, began);
+    assert_eq!(detail(&server)["moving"]["phase"], "rest");
+    let runtime = server.crash();
+    let began = Instant::now();
+    let server = Server::start_in(runtime, &args);
+    assert_keep_to_low(&server, 1, began);
+    assert_eq!(detail(&server)["moving"]["phase"], "rest");
+    server.ask_ok(["job", "move-rate", "none"]);
+    wait_until("it has moved", || detail(&server)["moving"]["phase"] == "moved");
+    host.assert_reads(&server);
+    assert!(server.stop().success());
+    tool_ok("qemu-img", ["compare", &host.to(), &host.model]);
 }

@@ -32,7 +32,7 @@ impl Bucket {
 
     /// Bytes that one step may write, so that the limit holds from the beginning and without bursts.
     pub fn step_bytes(&self) -> u64 {
-        self.bytes_per_second.map_or(u64::MAX, |speed| (speed / STEPS_PER_SECOND).max(1))
+        step_bytes(self.bytes_per_second)
     }
 
     /// Changes the limit; what is still owed is owed at the new speed.
@@ -64,6 +64,11 @@ impl Bucket {
             None => Duration::ZERO,
         }
     }
+}
+
+/// As [`Bucket::step_bytes`], of a rate.
+pub(crate) fn step_bytes(bytes_per_second: Option<u64>) -> u64 {
+    bytes_per_second.map_or(u64::MAX, |speed| (speed / STEPS_PER_SECOND).max(1))
 }
 
 /// Sleeps until nothing is `left`, but no longer than `goes_on` holds.

@@ -36,7 +36,7 @@ use vmstrata_export::SocketAccess;
 use crate::options::{ControlPlace, Limits, LogFormat, Options, TlsFiles};
 use crate::size::SizeError;
 use crate::spec::{
-    DiskSpec, MetricsError, NbdError, NbdSpec, SpecError, TierCacheError, TierRateError, VhostUserSpec,
+    DiskSpec, HostRateError, MetricsError, NbdError, NbdSpec, SpecError, TierCacheError, VhostUserSpec,
 };
 
 /// A configuration file that cannot be used, and where in it the reason is.
@@ -73,9 +73,14 @@ pub enum ConfigFault {
     /// A size that no cache of layers can have.
     #[error(transparent)]
     TierCache(#[from] TierCacheError),
-    /// A rate that tiered disks cannot ship at.
-    #[error("tier-rate: {0}")]
-    TierRate(#[from] TierRateError),
+    /// A rate that no host can have.
+    #[error("{key}: {error}")]
+    HostRate {
+        /// The key.
+        key: &'static str,
+        /// What is wrong with it.
+        error: HostRateError,
+    },
     /// A place for metrics that is none.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
@@ -124,6 +129,8 @@ pub struct Settings {
     pub tier_cache_bytes: Option<u64>,
     /// Bytes a second that tiered disks ship together.
     pub tier_rate: Option<NonZeroU64>,
+    /// Bytes a second that all moves write together.
+    pub move_rate: Option<NonZeroU64>,
     /// The file that makes the flushes of all disks durable.
     pub flush_log: Option<PathBuf>,
     /// Bytes of that file when it is made.
@@ -176,6 +183,7 @@ impl Settings {
             workers: self.workers.or(others.workers),
             tier_cache_bytes: self.tier_cache_bytes.or(others.tier_cache_bytes),
             tier_rate: self.tier_rate.or(others.tier_rate),
+            move_rate: self.move_rate.or(others.move_rate),
             flush_log: self.flush_log.or(others.flush_log),
             flush_log_bytes: self.flush_log_bytes.or(others.flush_log_bytes),
             runtime_dir: self.runtime_dir.or(others.runtime_dir),
@@ -203,6 +211,7 @@ impl Settings {
                 workers: self.workers,
                 tier_cache_bytes: self.tier_cache_bytes,
                 tier_rate: self.tier_rate,
+                move_rate: self.move_rate,
                 flush_log_bytes: self.flush_log_bytes.unwrap_or(limits.flush_log_bytes),
             },
             flush_log: self.flush_log,

@@ -43,6 +43,7 @@ use vmstrata_disk::{Disk, Opener, ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
 use vmstrata_export::nbd::{self, TlsMode};
 use vmstrata_flushlog::FlushLog;
+use vmstrata_job::SharedRate;
 use vmstrata_migrate::Report;
 use vmstrata_tier::{CachedFiles, Tiered, Wire};
 
@@ -82,6 +83,8 @@ pub struct Host {
     caches: Caches,
     /// What tiered disks ship over.
     wire: Arc<Wire>,
+    /// What moves write at together.
+    move_rate: Arc<SharedRate>,
     limits: ResourceOptions,
     allow_backing: Vec<PathBuf>,
     /// Whether disks are opened without unflushed writes that cannot be taken up.
@@ -255,6 +258,7 @@ impl Host {
             flush_log,
             caches: Caches::new(files, options.limits.tier_cache_bytes),
             wire: Arc::new(Wire::new(options.limits.tier_rate)),
+            move_rate: Arc::new(SharedRate::new(options.limits.move_rate, Instant::now())),
             limits,
             allow_backing: options.allow_backing.clone(),
             discards_unflushed: AtomicBool::new(options.discard_unflushed),

@@ -95,6 +95,8 @@ pub struct Limits {
     pub tier_cache_bytes: Option<u64>,
     /// Bytes a second that tiered disks ship together.
     pub tier_rate: Option<NonZeroU64>,
+    /// Bytes a second that all moves write together.
+    pub move_rate: Option<NonZeroU64>,
     /// Bytes of a flush log that is made.
     pub flush_log_bytes: u64,
 }
@@ -107,6 +109,7 @@ impl Default for Limits {
             workers: None,
             tier_cache_bytes: None,
             tier_rate: None,
+            move_rate: None,
             flush_log_bytes: 256 << 20,
         }
     }

@@ -206,7 +206,7 @@ pub enum SpecError {
     },
     /// Too few bytes a second.
     #[error(transparent)]
-    TierRate(#[from] TierRateError),
+    HostRate(#[from] HostRateError),
     /// Something that a tiered disk does not do.
     #[error("'{key}' does not go with 'tier'")]
     NotTiered {
@@ -284,35 +284,35 @@ pub enum SpecError {
     },
 }
 
-/// Reads how fast tiered disks ship: a size, the bytes of a second.
+/// Reads how fast all tiered disks ship, or all moves write: a size, the bytes of a second.
 ///
 /// # Errors
 /// What is no size, or too little.
-pub fn parse_tier_rate(text: &str) -> Result<NonZeroU64, TierRateError> {
+pub fn parse_host_rate(text: &str) -> Result<NonZeroU64, HostRateError> {
     let bytes = parse_size(text.strip_suffix("/s").unwrap_or(text))?;
-    check_tier_rate(bytes)
+    check_host_rate(bytes)
 }
 
 /// The most bytes a second that anybody can mean.
-const TIER_RATE_MAX: u64 = 1_000_000_000_000_000;
+const HOST_RATE_MAX: u64 = 1_000_000_000_000_000;
 
-/// Checks how many bytes a second tiered disks ship.
+/// Checks how many bytes a second that are.
 ///
 /// # Errors
 /// Too few, or too many.
-pub(crate) fn check_tier_rate(bytes: u64) -> Result<NonZeroU64, TierRateError> {
-    let rate = NonZeroU64::new(bytes).filter(|_| (Wire::RATE_MIN..=TIER_RATE_MAX).contains(&bytes));
-    rate.ok_or(TierRateError::Range { bytes })
+pub(crate) fn check_host_rate(bytes: u64) -> Result<NonZeroU64, HostRateError> {
+    let rate = NonZeroU64::new(bytes).filter(|_| (Wire::RATE_MIN..=HOST_RATE_MAX).contains(&bytes));
+    rate.ok_or(HostRateError::Range { bytes })
 }
 
-/// Why tiered disks cannot ship so fast.
+/// Why that is no rate of a host.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TierRateError {
+pub enum HostRateError {
     /// It is no size.
     #[error(transparent)]
     Size(#[from] SizeError),
     /// A piece of a layer would take for ever, or no wire is as fast.
-    #[error("tiered disks ship 65536 to 10^15 bytes a second, not {bytes}")]
+    #[error("a host's rate is 65536 to 10^15 bytes a second, not {bytes}")]
     Range {
         /// What was asked for.
         bytes: u64,
@@ -580,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_of_tiered_disks_is_a_size_of_some_bytes() {
+    fn a_rate_of_a_host_is_a_size_of_some_bytes() {
         for (text, bytes) in [
             ("64K", Ok(64 << 10)),
             ("40M/s", Ok(40 << 20)),
@@ -588,10 +588,10 @@ mod tests {
             ("0", Err(0)),
             ("2P", Err(2 << 50)),
         ] {
-            let expected = bytes.map_err(|bytes| TierRateError::Range { bytes });
-            assert_eq!(parse_tier_rate(text).map(NonZeroU64::get), expected, "{text}");
+            let expected = bytes.map_err(|bytes| HostRateError::Range { bytes });
+            assert_eq!(parse_host_rate(text).map(NonZeroU64::get), expected, "{text}");
         }
-        assert!(matches!(parse_tier_rate("fast"), Err(TierRateError::Size(_))));
+        assert!(matches!(parse_host_rate("fast"), Err(HostRateError::Size(_))));
     }
 
     #[test]

@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
-use vmstrata_api::MergeDirection;
+use vmstrata_api::{HostRate, MergeDirection};
 
+use super::tier::parse_rate;
 use super::{ControlArgs, LayersArgs, MergeHowArgs, RemoveArgs};
 use crate::units::parse_size;
 
@@ -130,6 +131,15 @@ pub enum JobCommand {
         #[arg(value_name = "SIZE", value_parser = limit)]
         limit: Option<u64>,
     },
+    /// Show how fast all moves of disks together write, or change it from now on and until the server ends
+    #[command(
+        after_help = "Examples:\n  vmstrata job move-rate\n  vmstrata job move-rate 50M                     also for moves that run\n  vmstrata job move-rate none\n\nMoves that run at the same time share the rate evenly. A move's own limit holds beside it."
+    )]
+    MoveRate {
+        /// Bytes a second, as in 50M, or none for any number
+        #[arg(value_name = "SIZE", value_parser = parse_rate)]
+        rate: Option<HostRate>,
+    },
 }
 
 const HELP: &str = "\
@@ -139,6 +149,7 @@ Examples:
   vmstrata job flatten web --yes --limit 20M
   vmstrata job list
   vmstrata job limit 3 5M
+  vmstrata job move-rate 50M
   vmstrata job cancel 3
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";

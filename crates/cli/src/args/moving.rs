@@ -95,5 +95,6 @@ Examples:
   vmstrata drain /mnt/old --to /mnt/new --limit 100M
 
 Moves the disks in DIR that the server serves, one after the other, as `vmstrata move` does. Run it again to go on. It lists the images in DIR that \
-no server serves, and leaves them there.
+no server serves, and leaves them there. As one disk moves at a time, --limit holds for all of them; `vmstrata job move-rate` limits them together with other moves of \
+the server, and changes that while they run.
 Exit codes: 0 done, 1 not all is done (the reason is on stderr), 64 wrong usage.";

@@ -11,7 +11,7 @@ use vmstrata_api as api;
 use vmstrata_export::SocketAccess;
 use vmstrata_server::config::Settings;
 use vmstrata_server::spec::{
-    DiskSpec, NbdSpec, VhostUserSpec, parse_metrics, parse_mode, parse_tier_cache, parse_tier_rate,
+    DiskSpec, NbdSpec, VhostUserSpec, parse_host_rate, parse_metrics, parse_mode, parse_tier_cache,
 };
 use vmstrata_server::{ControlPlace, LogFormat, TlsFiles};
 use vmstrata_types::path_to_text;
@@ -146,8 +146,11 @@ pub struct ResourceArgs {
     pub tier_cache: Option<u64>,
     /// Bytes that all tiered disks (their key tier=DIR) together ship in a second, at least 64K; `tier rate` changes it [default: no
     /// limit]
-    #[arg(long, value_name = "SIZE", value_parser = parse_tier_rate)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_host_rate)]
     pub tier_rate: Option<NonZeroU64>,
+    /// Bytes that all moves of disks together write in a second, at least 64K; `job move-rate` changes it [default: no limit]
+    #[arg(long, value_name = "SIZE", value_parser = parse_host_rate)]
+    pub move_rate: Option<NonZeroU64>,
     /// Make the flushes of all disks durable by one write and one sync of this file, which is made, or is a device: for guests that
     /// flush often. Images are private to this server until it has ended
     #[arg(long, value_name = "PATH")]
@@ -229,6 +232,7 @@ impl ServeArgs {
             workers: self.resources.workers.map(|workers| workers as usize),
             tier_cache_bytes: self.resources.tier_cache,
             tier_rate: self.resources.tier_rate,
+            move_rate: self.resources.move_rate,
             flush_log: self.resources.flush_log.clone(),
             flush_log_bytes: self.resources.flush_log_size,
             runtime_dir: self.resources.runtime_dir.clone(),

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use vmstrata_api::{DiskSpec, TierRate};
-use vmstrata_server::spec::{TierRateError, parse_tier_rate};
+use vmstrata_api::{DiskSpec, HostRate};
+use vmstrata_server::spec::{HostRateError, parse_host_rate};
 
 use super::{ControlArgs, JournalArgs};
 use crate::disk_spec::parse_api_disk;
@@ -236,7 +236,7 @@ pub struct TierHoldArgs {
 pub struct TierRateArgs {
     /// Bytes a second, as in 40M, or none for any number
     #[arg(value_name = "SIZE", value_parser = parse_rate)]
-    pub rate: Option<TierRate>,
+    pub rate: Option<HostRate>,
     /// Which server.
     #[command(flatten)]
     pub server: ControlArgs,
@@ -245,11 +245,11 @@ pub struct TierRateArgs {
     pub json: bool,
 }
 
-fn parse_rate(text: &str) -> Result<TierRate, TierRateError> {
+pub(super) fn parse_rate(text: &str) -> Result<HostRate, HostRateError> {
     if text == "none" {
-        return Ok(TierRate::default());
+        return Ok(HostRate::default());
     }
-    Ok(TierRate { bytes_a_second: Some(parse_tier_rate(text)?.get()) })
+    Ok(HostRate { bytes_a_second: Some(parse_host_rate(text)?.get()) })
 }
 
 /// `vmstrata tier takeover`

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use vmstrata_api::{JobChange, JobList, JobSpec, JobState, JobStatus};
+use vmstrata_api::{HostRate, JobChange, JobList, JobSpec, JobState, JobStatus};
 
 use crate::args::{JobArgs, JobCommand};
 use crate::client::Client;
@@ -22,6 +22,17 @@ pub fn run(args: &JobArgs) -> Result<ExitCode> {
         JobCommand::List => {
             let list: JobList = client.get("/v1/jobs")?;
             answer(args.json, &list, || to_text(&list.jobs))?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        JobCommand::MoveRate { rate } => {
+            let rate: HostRate = match rate {
+                Some(rate) => client.put("/v1/move/rate", rate)?,
+                None => client.get("/v1/move/rate")?,
+            };
+            answer(args.json, &rate, || match rate.bytes_a_second {
+                Some(bytes) => format!("moves write {} a second together\n", short_size(bytes)),
+                None => "moves write without limit\n".to_owned(),
+            })?;
             return Ok(ExitCode::SUCCESS);
         }
         JobCommand::IndexBuild { disk, limit } => {

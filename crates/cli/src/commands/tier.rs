@@ -10,7 +10,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
 use vmstrata_api::{
-    DiskDetail, DurableAt, JobSpec, OnOutage, TierCache, TierHold, TierRate, TierState, TierStatus,
+    DiskDetail, DurableAt, HostRate, JobSpec, OnOutage, TierCache, TierHold, TierState, TierStatus,
     encode_segment,
 };
 use vmstrata_disk::snapshot::now_ns;
@@ -227,7 +227,7 @@ fn hold(args: &TierHoldArgs) -> Result<()> {
 
 fn rate(args: &TierRateArgs) -> Result<()> {
     let client = Client::new(&args.server)?;
-    let rate: TierRate = match &args.rate {
+    let rate: HostRate = match &args.rate {
         Some(rate) => client.put("/v1/tier/rate", rate)?,
         None => client.get("/v1/tier/rate")?,
     };

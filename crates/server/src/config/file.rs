@@ -1,6 +1,7 @@
 //! The file as it is written: keys, types, and the line each value stands on.
 
 use std::fmt;
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -15,8 +16,8 @@ use super::{ConfigFault, Settings};
 use crate::options::{ControlPlace, LogFormat, TlsFiles};
 use crate::size::parse_size;
 use crate::spec::{
-    DiskSpec, NbdSpec, SpecError, VhostUserSpec, parse_account, parse_metrics, parse_mode, parse_tier_cache,
-    parse_tier_rate,
+    DiskSpec, NbdSpec, SpecError, VhostUserSpec, parse_account, parse_host_rate, parse_metrics, parse_mode,
+    parse_tier_cache,
 };
 
 /// What is wrong, and the byte at which.
@@ -41,6 +42,7 @@ struct File {
     workers: Option<Spanned<u32>>,
     tier_cache: Option<Spanned<Text>>,
     tier_rate: Option<Spanned<Text>>,
+    move_rate: Option<Spanned<Text>>,
     flush_log: Option<FilePath>,
     flush_log_size: Option<Spanned<Text>>,
     runtime_dir: Option<FilePath>,
@@ -144,7 +146,8 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
         })?,
         workers: one(file.workers, |workers| in_range("workers", workers, 1..1025, "1 to 1024"))?,
         tier_cache_bytes: one(file.tier_cache, |size| Ok(parse_tier_cache(&size.into_string())?))?,
-        tier_rate: one(file.tier_rate, |rate| Ok(parse_tier_rate(&rate.into_string())?))?,
+        tier_rate: rate("tier-rate", file.tier_rate)?,
+        move_rate: rate("move-rate", file.move_rate)?,
         flush_log: file.flush_log.map(here),
         flush_log_bytes: one(file.flush_log_size, |size| Ok(parse_size(&size.into_string())?))?,
         runtime_dir: file.runtime_dir.map(here),
@@ -201,6 +204,12 @@ fn each<T, U>(
         convert(value.into_inner()).map_err(|fault| (at, fault))
     });
     converted.collect()
+}
+
+fn rate(key: &'static str, value: Option<Spanned<Text>>) -> Result<Option<NonZeroU64>, At> {
+    one(value, |rate| {
+        parse_host_rate(&rate.into_string()).map_err(|error| ConfigFault::HostRate { key, error })
+    })
 }
 
 fn in_range(

@@ -40,6 +40,7 @@ fn every_key_is_read() {
         workers = 3
         tier-cache = "20G"
         tier-rate = "40M"
+        move-rate = "50M"
         keep-going = true
         runtime-dir = "/run/vms"
         control = "/run/vms/c.sock"
@@ -115,6 +116,7 @@ fn every_key_is_read() {
     assert_eq!((options.limits.max_open_files, options.limits.workers), (Some(100), Some(3)));
     assert_eq!(options.limits.tier_cache_bytes, Some(20 << 30));
     assert_eq!(options.limits.tier_rate, NonZeroU64::new(40 << 20));
+    assert_eq!(options.limits.move_rate, NonZeroU64::new(50 << 20));
     assert_eq!(options.allow_backing, [Path::new("/srv/golden")]);
 }
 

@@ -57,6 +57,7 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(snapshots::withdraw))
         .routes(routes!(jobs::list, jobs::start))
         .routes(routes!(jobs::show, jobs::change))
+        .routes(routes!(jobs::move_rate, jobs::set_move_rate))
 }
 
 /// The router of the control socket.

@@ -5,12 +5,14 @@
 //!   opened, job ended, some time passed ──► Due ──► states that only the move made: job snapshot_delete ──► old files removed
 //! ```
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vmstrata_api::{self as api, ChangedBy, JobSpec, JobStatus, MergeDirection};
 use vmstrata_disk::snapshot::{list, now_ns};
 use vmstrata_disk::{Disk, Format};
+use vmstrata_job::Turns;
 use vmstrata_migrate::{
     BackOptions, FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, Report, Unreadable, is_flat,
     is_way_back,
@@ -20,6 +22,7 @@ use vmstrata_types::{path_from_text, path_to_text};
 use super::Host;
 use crate::error::Error;
 use crate::jobs::{DiskMove, FLATTEN, MERGE, MOVE, REBASE, SNAPSHOT_DELETE, Slot};
+use crate::spec::{SpecError, check_host_rate};
 
 /// What is done with a disk until its job has begun.
 const BEGINNING: &str = "being moved";
@@ -104,8 +107,23 @@ impl Host {
                 host.note_move(&disk, report);
             }
         };
-        let work = DiskMove::new(moving, time, Box::new(tell));
+        let work = DiskMove::new(moving, time, Turns::new(Arc::clone(&self.move_rate)), Box::new(tell));
         self.keep_job(name, || slot.start(limit, by, work))
+    }
+
+    /// How fast all moves together write.
+    pub fn move_rate(&self) -> api::HostRate {
+        api::HostRate { bytes_a_second: self.move_rate.rate().map(NonZeroU64::get) }
+    }
+
+    /// Changes that until the server ends, also for moves that run.
+    ///
+    /// # Errors
+    /// Too few bytes a second.
+    pub fn set_move_rate(&self, asked: api::HostRate) -> Result<api::HostRate, Error> {
+        let rate = asked.bytes_a_second.map(check_host_rate).transpose().map_err(SpecError::from)?;
+        self.move_rate.set_rate(rate, Instant::now());
+        Ok(self.move_rate())
     }
 
     /// Notes where a disk is.

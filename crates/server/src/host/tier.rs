@@ -14,7 +14,7 @@ use vmstrata_types::path_to_text;
 use super::Host;
 use super::caches::cache_status;
 use crate::error::Error;
-use crate::spec::{DiskSpec, SpecError, TierSpec, check_tier_rate, shown_durability, shown_on_outage};
+use crate::spec::{DiskSpec, SpecError, TierSpec, check_host_rate, shown_durability, shown_on_outage};
 
 /// How long a request to publish may take. What it began goes on.
 pub(super) const SYNC_PATIENCE: Duration = Duration::from_secs(600);
@@ -133,16 +133,16 @@ impl Host {
     }
 
     /// How fast all tiered disks together ship.
-    pub fn tier_rate(&self) -> api::TierRate {
-        api::TierRate { bytes_a_second: self.wire.rate().map(NonZeroU64::get) }
+    pub fn tier_rate(&self) -> api::HostRate {
+        api::HostRate { bytes_a_second: self.wire.rate().map(NonZeroU64::get) }
     }
 
     /// Changes that until the server ends.
     ///
     /// # Errors
     /// Too few bytes a second.
-    pub fn set_tier_rate(&self, asked: api::TierRate) -> Result<api::TierRate, Error> {
-        let rate = asked.bytes_a_second.map(check_tier_rate).transpose().map_err(SpecError::from)?;
+    pub fn set_tier_rate(&self, asked: api::HostRate) -> Result<api::HostRate, Error> {
+        let rate = asked.bytes_a_second.map(check_host_rate).transpose().map_err(SpecError::from)?;
         self.wire.set_rate(rate);
         Ok(self.tier_rate())
     }

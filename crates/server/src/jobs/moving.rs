@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use vmstrata_job::{Next, Step, Work};
+use vmstrata_job::{Next, Step, Turns, Work};
 use vmstrata_migrate::{Move, Phase, Report, Schedule};
 use vmstrata_types::told;
 
@@ -15,7 +15,7 @@ pub(crate) const MOVE: Kind = Kind { name: "move", unit: "MiB", removes_files: f
 
 /// Bytes of a step.
 const STEP: u64 = 1 << 20;
-/// How long a move that is ahead of its schedule waits at a time, at most, and at least.
+/// How long a move waits at a time, at most, for its turn or as it is ahead of its schedule; in that case, at least.
 const WAIT_MAX: Duration = Duration::from_millis(500);
 const WAIT_MIN: Duration = Duration::from_millis(10);
 /// Takes what there is to say of a move after each of its steps.
@@ -32,6 +32,9 @@ pub(crate) struct DiskMove {
     written: u64,
     counted: u64,
     retry: Retry,
+    turns: Turns,
+    /// Bytes that the last step might write.
+    most: u64,
     schedule: Option<Schedule>,
     /// It was said that it will not be over in time.
     is_late: bool,
@@ -44,13 +47,24 @@ impl fmt::Debug for DiskMove {
 }
 
 impl DiskMove {
-    /// With `time`, it is to be over by then.
-    pub(crate) fn new(moving: Box<dyn Move>, time: Option<Duration>, tell: OnMove) -> Self {
+    /// With `time`, it is to be over by then. It writes when it has one of the host's `turns`.
+    pub(crate) fn new(moving: Box<dyn Move>, time: Option<Duration>, turns: Turns, tell: OnMove) -> Self {
         let report = moving.report();
         tell(report.clone());
         let schedule = time.map(|time| Schedule::new(time, Instant::now()));
         let retry = Retry::default();
-        Self { moving, tell, report, written: 0, counted: 0, retry, schedule, is_late: false }
+        Self {
+            moving,
+            tell,
+            report,
+            written: 0,
+            counted: 0,
+            retry,
+            turns,
+            most: STEP,
+            schedule,
+            is_late: false,
+        }
     }
 
     /// Until when the next step may wait for the sake of the guest.
@@ -65,6 +79,13 @@ impl DiskMove {
         let wait = schedule.may_wait(self.written, report.left_bytes, now).min(WAIT_MAX);
         (wait >= WAIT_MIN).then(|| now + wait)
     }
+
+    /// When to look again, unless it is its turn.
+    fn turn_at(&mut self) -> Option<Instant> {
+        let now = Instant::now();
+        let wait = self.turns.wait(self.most, now).min(WAIT_MAX);
+        (!wait.is_zero()).then(|| now + wait)
+    }
 }
 
 impl Work for DiskMove {
@@ -76,20 +97,23 @@ impl Work for DiskMove {
     }
 
     fn select(&mut self) -> Result<Next<()>, Error> {
-        if let Some(time) = self.retry.not_before().or_else(|| self.may_wait_until()) {
-            return Ok(Next::WaitUntil(time));
+        if self.moving.phase() == Phase::Whole {
+            return Ok(Next::End);
         }
-        Ok(if self.moving.phase() == Phase::Whole { Next::End } else { Next::Step(()) })
+        let until = self.retry.not_before().or_else(|| self.may_wait_until());
+        Ok(until.or_else(|| self.turn_at()).map_or(Next::Step(()), Next::WaitUntil))
     }
 
     fn apply(&mut self, (): (), most: u64) -> Result<Step, Error> {
-        let done = self.moving.step(most.min(STEP));
+        self.most = most.min(STEP);
+        let done = self.moving.step(self.most.min(self.turns.step_bytes()));
         self.report = self.moving.report();
         (self.tell)(self.report.clone());
         match done {
             Ok(bytes) => {
                 self.retry.worked();
                 self.written += bytes;
+                self.turns.wrote(bytes, Instant::now());
                 // Steps are of about a MiB, and those that only look write nothing.
                 let is_part = self.written / STEP <= self.counted;
                 self.counted += u64::from(!is_part);

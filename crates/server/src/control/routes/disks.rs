@@ -7,8 +7,8 @@ use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::{Extension, Json};
 use vmstrata_api::{
-    ChangedBy, DiskDetail, DiskLimits, DiskList, DiskSpec, Replica, ReplicaDropped, ReplicaList, ReplicaPin,
-    SizeChange, SizeSpec, TierHold, TierRate, TierStatus,
+    ChangedBy, DiskDetail, DiskLimits, DiskList, DiskSpec, HostRate, Replica, ReplicaDropped, ReplicaList,
+    ReplicaPin, SizeChange, SizeSpec, TierHold, TierStatus,
 };
 use vmstrata_types::path_to_text;
 
@@ -170,22 +170,22 @@ pub(in crate::control) async fn drop_replica(
 }
 
 /// How fast all tiered disks together ship what they publish
-#[utoipa::path(get, path = "/v1/tier/rate", tag = "disks", operation_id = "show_tier_rate", responses((status = OK, description = "The rate", body = TierRate)))]
-pub(in crate::control) async fn tier_rate(State(host): State<Arc<Host>>) -> Result<Json<TierRate>, Failure> {
+#[utoipa::path(get, path = "/v1/tier/rate", tag = "disks", operation_id = "show_tier_rate", responses((status = OK, description = "The rate", body = HostRate)))]
+pub(in crate::control) async fn tier_rate(State(host): State<Arc<Host>>) -> Result<Json<HostRate>, Failure> {
     apart(host, |host| Ok(host.tier_rate())).await.map(Json)
 }
 
 /// Have all tiered disks together ship so fast, from now on and until the server ends
 #[utoipa::path(
     put, path = "/v1/tier/rate", tag = "disks", operation_id = "set_tier_rate",
-    request_body = TierRate,
-    responses((status = OK, description = "They do", body = TierRate))
+    request_body = HostRate,
+    responses((status = OK, description = "They do", body = HostRate))
 )]
 pub(in crate::control) async fn set_tier_rate(
     State(host): State<Arc<Host>>,
     Extension(by): Extension<ChangedBy>,
-    Body(asked): Body<TierRate>,
-) -> Result<Json<TierRate>, Failure> {
+    Body(asked): Body<HostRate>,
+) -> Result<Json<HostRate>, Failure> {
     let what = What { bytes: asked.bytes_a_second, ..What::of("tier_rate", []) };
     changing(host, by, what, move |host, _| host.set_tier_rate(asked)).await.map(Json)
 }

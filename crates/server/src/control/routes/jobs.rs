@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::{Extension, Json};
-use vmstrata_api::{ChangedBy, JobChange, JobList, JobSpec, JobStatus};
+use vmstrata_api::{ChangedBy, HostRate, JobChange, JobList, JobSpec, JobStatus};
 
 use super::{Segment, apart, changing, number};
 use crate::audit::What;
@@ -74,4 +74,25 @@ pub(in crate::control) async fn change(
     let disk = host.job(id).ok().map(|job| job.disk);
     let what = What::of("job_change", disk).object(format!("job {id}: {how}"));
     changing(host, by, what, move |host, _| host.change_job(id, change)).await.map(Json)
+}
+
+/// How fast all moves together write
+#[utoipa::path(get, path = "/v1/move/rate", tag = "jobs", operation_id = "show_move_rate", responses((status = OK, description = "The rate", body = HostRate)))]
+pub(in crate::control) async fn move_rate(State(host): State<Arc<Host>>) -> Json<HostRate> {
+    Json(host.move_rate())
+}
+
+/// Have all moves together write so fast, those that run, too, from now on and until the server ends
+#[utoipa::path(
+    put, path = "/v1/move/rate", tag = "jobs", operation_id = "set_move_rate",
+    request_body = HostRate,
+    responses((status = OK, description = "They do", body = HostRate))
+)]
+pub(in crate::control) async fn set_move_rate(
+    State(host): State<Arc<Host>>,
+    Extension(by): Extension<ChangedBy>,
+    Body(asked): Body<HostRate>,
+) -> Result<Json<HostRate>, Failure> {
+    let what = What { bytes: asked.bytes_a_second, ..What::of("move_rate", []) };
+    changing(host, by, what, move |host, _| host.set_move_rate(asked)).await.map(Json)
 }
