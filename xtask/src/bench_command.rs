@@ -9,7 +9,9 @@ use xtask::bench::history::Part;
 use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
-use xtask::bench::{base, flush, fragmented, fresh, history, memory, moving, publish, rocksdb, tier};
+use xtask::bench::{
+    base, flush, fragmented, fresh, history, memory, migrate, moving, publish, rocksdb, tier,
+};
 use xtask::size::parse_size;
 
 /// Measure, and write the results below docs and into README.md.
@@ -37,6 +39,8 @@ enum What {
     Tier(PartsBench<tier::Part>),
     /// Guests that boot from one base, upgrade, swap and wait, beside a local disk and stock QEMU on the NAS. As the superuser.
     Base(PartsBench<base::Part>),
+    /// Moves that follow their guests, from traces on a modelled disk, in virtual time.
+    Migrate(MigrateBench),
     /// A disk in use that moves to another directory, beside stock QEMU's mirror (10 GiB of files).
     Move(PartsBench<moving::Part>),
     /// Guests that flush often, with a flush log and without, beside stock QEMU. As the superuser.
@@ -123,6 +127,19 @@ struct MemoryBench {
     #[arg(long)]
     dir: Option<PathBuf>,
     /// Print only; write no file below docs, nor README.md.
+    #[arg(long)]
+    no_write: bool,
+}
+
+#[derive(Args)]
+struct MigrateBench {
+    /// Directory of the traces; `traces` beside the checkout by default.
+    #[arg(long)]
+    traces: Option<PathBuf>,
+    /// 300 requests of each trace; prints, writes nothing.
+    #[arg(long)]
+    quick: bool,
+    /// Print only; write no file below docs.
     #[arg(long)]
     no_write: bool,
 }
@@ -215,6 +232,7 @@ impl Bench {
                 let parts = bench.parts().unwrap_or(usual.parts);
                 base::run(&base::Options { rounds, publish, parts, ..usual }).map(|_| ())
             }
+            What::Migrate(bench) => migrate::run(&bench.options(root)).map(|_| ()),
             What::Move(bench) => {
                 let dir = bench.plain.dir(root, "move");
                 let usual =
@@ -241,6 +259,9 @@ impl Bench {
 fn render(root: &Path) -> Result<()> {
     let results = publish::kept(root)?.context("no measurement yet: cargo xtask bench chain")?;
     publish::write(root, &results)?;
+    if let Some(study) = migrate::kept(root)? {
+        study.write(root)?;
+    }
     let reports = [
         base::SHOWN,
         flush::SHOWN,
@@ -291,6 +312,14 @@ impl HistoryBench {
             parts: if self.only.is_empty() { usual.parts } else { self.only },
             ..usual
         }
+    }
+}
+
+impl MigrateBench {
+    fn options(self, root: &Path) -> migrate::Options {
+        let traces = self.traces.unwrap_or_else(|| migrate::traces_beside(root));
+        let usual = if self.quick { migrate::Options::quick(traces) } else { migrate::Options::full(traces) };
+        migrate::Options { publish: (!self.quick && !self.no_write).then(|| root.to_owned()), ..usual }
     }
 }
 

@@ -3,6 +3,7 @@
 mod bench_base;
 mod bench_fragmented;
 mod bench_history;
+mod bench_migrate;
 mod bench_tier;
 mod chain_stock;
 mod counting;

@@ -10,6 +10,7 @@
 //!   base    ─► guests that boot from one base on a NAS, upgrade, swap and wait
 //!   rocksdb ─► a database in a guest, on a long history and on one layer
 //!   history ──► the same servers and client, over a thousand snapshots of a live disk
+//!   migrate ─► moves that follow their guests, on a modelled disk in virtual time
 //!   memory  ──► guests at work, their memory taken and given back, beside full copies and QEMU's migration
 //! ```
 //!
@@ -28,6 +29,7 @@ pub mod history;
 pub mod load;
 pub mod machine;
 pub mod memory;
+pub mod migrate;
 pub mod moving;
 pub mod plot;
 mod prepared;

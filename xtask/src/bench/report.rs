@@ -175,6 +175,12 @@ fn markdown(report: &Report) -> String {
 }
 
 fn line(row: &Row) -> String {
+    let [name, bound, value, qemu, verdict] = cells(row);
+    format!("| {name} | {bound} | {value} | {qemu} | {verdict} |\n")
+}
+
+/// What a table shows of a row: name, bound, value, stock QEMU's, and whether the bound holds.
+pub(super) fn cells(row: &Row) -> [String; 5] {
     let with_unit = |value: f64| format!("{} {}", number(value), row.unit).trim_end().to_owned();
     let bound = row.bound.map_or(String::new(), |bound| match bound {
         Bound::AtLeast(bound) => format!("at least {}", with_unit(bound)),
@@ -187,8 +193,8 @@ fn line(row: &Row) -> String {
     };
     let qemu = row.qemu.map_or(String::new(), with_unit);
     let value = with_quartiles(row.value, row.quartiles.unwrap_or((row.value, row.value)));
-    let value = format!("{value} {}", row.unit);
-    format!("| {} | {bound} | {} | {qemu} | {verdict} |\n", row.name, value.trim_end())
+    let value = format!("{value} {}", row.unit).trim_end().to_owned();
+    [row.name.clone(), bound, value, qemu, verdict.to_owned()]
 }
 
 impl Shown {

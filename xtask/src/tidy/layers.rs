@@ -94,7 +94,17 @@ const BELOW: &[(&str, &[&str])] = &[
         ],
     ),
     // A NAS, and the host of a tiered disk on it.
-    ("xtask", &["vmstrata-repo", "vmstrata-disk", "vmstrata-tier", "vmstrata-export"]),
+    (
+        "xtask",
+        &[
+            "vmstrata-types",
+            "vmstrata-repo",
+            "vmstrata-disk",
+            "vmstrata-tier",
+            "vmstrata-migrate",
+            "vmstrata-export",
+        ],
+    ),
 ];
 
 /// Crates below `export` must not see these: asynchronous runtimes, exports, and clients of a network.

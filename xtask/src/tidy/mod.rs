@@ -20,7 +20,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::bench::{fragmented, fresh, history, memory, moving, publish, rocksdb, tier};
+use crate::bench::{fragmented, fresh, history, memory, migrate, moving, publish, rocksdb, tier};
 use lexer::{Token, tokens};
 
 /// One Rust source file.
@@ -142,6 +142,7 @@ fn stale_tables(root: &Path) -> Result<Vec<String>> {
         (history::SHOWN, history::SHOWN.of_report(root)?),
         (memory::SHOWN, memory::SHOWN.of_report(root)?),
         (rocksdb::SHOWN, rocksdb::SHOWN.of_report(root)?),
+        (migrate::SHOWN, migrate::blocks(root)?),
         (moving::SHOWN, moving::SHOWN.of_report(root)?),
         (tier::SHOWN, tier::SHOWN.of_report(root)?),
     ];
