@@ -75,11 +75,13 @@ impl Attaching {
         disk: &Arc<Disk>,
         resources: &Arc<Resources>,
     ) -> Result<Self> {
-        let refused = |why: &str| Error::NotAttachable { path: place.path.clone(), why: why.to_owned() };
+        let refused = |why: &str| place.not_attachable(why);
         if place.group_name().is_some() || place.elsewhere.is_some() {
             return Err(refused("a disk in use can be published alone, in a directory beside it"));
         }
-        check_image(&place.path)?;
+        if check_image(place)?.is_some() {
+            return Err(refused("a clone becomes a tiered disk while it is not in use"));
+        }
         let mut watched = Watched::new(&options.wire);
         let (copy, publisher) = hold(place, |repository| watched.of(repository))?;
         if publisher.head().epoch.number != EpochNumber::NONE {

@@ -11,7 +11,7 @@ use crate::abreast::beside;
 use crate::attach::{Moved, attach, check_image, is_detached, point_at, seal, stands_on};
 use crate::cuts::Cut;
 use crate::error::{Error, Result};
-use crate::head::{Epoch, EpochNumber, Head, ObjectId, OwnerId};
+use crate::head::{DiskState, Epoch, EpochNumber, Head, ObjectId, OwnerId};
 use crate::pin::Pin;
 use crate::place::{Copy, Place};
 use crate::publisher::{Claim, Publisher, Seen};
@@ -75,7 +75,7 @@ pub(crate) fn hold(
     match &seen {
         Some(Seen { below: Some(head), .. }) => place.check_disks(&head.epoch)?,
         Some(_) => {}
-        None => place.members().iter().try_for_each(|member| check_image(&member.path))?,
+        None => place.members().iter().try_for_each(|member| check_image(member).map(drop))?,
     }
     let mut copy = Copy::hold(place)?;
     let base = copy.record().and_then(|record| record.base);
@@ -167,8 +167,7 @@ pub fn revert(place: &Place, name: &str, open: &OpenOptions, resources: &Arc<Res
     let Claimed { copy, mut publisher, .. } = claim(place, &opens, resources, |repository| repository)?;
     let mut newest = publisher.head().epoch.number;
     for member in members {
-        let last = cuts(&member.disk(), &open_options(&member, open))?.last().map(|cut| cut.number);
-        newest = newest.max(last.unwrap_or(EpochNumber::NONE));
+        newest = newest.max(newest_cut(&member, &open_options(&member, open))?);
     }
     let number = newest.next();
     let state = find_state(&**publisher.repository(), name, now_ns())?;
@@ -191,22 +190,25 @@ fn make_copy(
     if publisher.head().epoch.number == EpochNumber::NONE {
         if place.elsewhere.is_some() {
             // Before the first is shipped, which may take long.
-            members.iter().try_for_each(|member| check_image(&member.path))?;
+            members.iter().try_for_each(|member| check_image(member).map(drop))?;
         }
         place.make_links()?;
-        let repository = &**publisher.repository();
+        let (repository, owner) = (&**publisher.repository(), publisher.head().owner);
+        let (number, mut time_ns) = (EpochNumber::NONE.next(), now_ns());
+        let pin = |state: &DiskState| {
+            stand::pin_first(repository, owner, Epoch { number, time_ns: now_ns(), disks: vec![state.clone()] })
+        };
         let images = members.iter().zip(opens);
-        let mut time_ns = now_ns();
         let first = images.map(|(member, open)| match Moved::find(member)? {
             Some(moved) => {
                 time_ns = moved.time_ns;
                 Ok((moved.adopt(member, repository, open, resources)?, None))
             }
-            None => attach(member, repository, open, resources).map(|(state, held)| (state, Some(held))),
+            None => attach(member, repository, open, resources, pin).map(|(state, held)| (state, Some(held))),
         });
         let (mut disks, _held): (Vec<_>, Vec<_>) = first.collect::<Result<Vec<_>>>()?.into_iter().unzip();
         disks.sort_by(|one, other| one.name.cmp(&other.name));
-        let epoch = Epoch { number: EpochNumber::NONE.next(), time_ns, disks };
+        let epoch = Epoch { number, time_ns, disks };
         publisher.publish(epoch.clone())?;
         if place.elsewhere.is_some() {
             for member in &members {
@@ -260,6 +262,11 @@ pub(crate) fn cuts(disk: &Path, open: &OpenOptions) -> Result<Vec<Cut>> {
         .collect();
     cuts.sort_by_key(|cut| cut.number);
     Ok(cuts)
+}
+
+/// The last of them; [`EpochNumber::NONE`] without any.
+pub(crate) fn newest_cut(member: &Place, open: &OpenOptions) -> Result<EpochNumber> {
+    Ok(cuts(&member.disk(), open)?.last().map_or(EpochNumber::NONE, |cut| cut.number))
 }
 
 /// Whether the copy has the state of this epoch: because it was made on it, or as a layer of each disk, or below one.

@@ -132,6 +132,11 @@ impl Place {
         group.disks.iter().map(member).collect()
     }
 
+    /// For an image that cannot be tiered.
+    pub(crate) fn not_attachable(&self, why: &str) -> Error {
+        Error::NotAttachable { path: self.path.clone(), why: why.to_owned() }
+    }
+
     /// Refuses disks that are not those of an epoch.
     ///
     /// # Errors

@@ -307,7 +307,7 @@ pub fn read_through(
 }
 
 /// A layer and what it stands on, as a state has it that the repository keeps.
-fn objects_below(repository: &dyn Repository, newest: ObjectId) -> Result<Vec<Object>> {
+pub(crate) fn objects_below(repository: &dyn Repository, newest: ObjectId) -> Result<Vec<Object>> {
     let find = |epoch: &Epoch| {
         let below = |disk: &DiskState| {
             let end = disk.objects.iter().position(|object| object.id == newest)?;

@@ -21,7 +21,7 @@ use vmstrata_repo::Repository;
 use vmstrata_store::proc::host_name;
 
 use crate::error::Result;
-use crate::head::{Epoch, Head, Object, ObjectId, OwnerId};
+use crate::head::{Epoch, Head, Object, ObjectId, OwnerId, PinId};
 use crate::pin::{Pin, Purpose};
 
 /// Bytes that are kept for a copy alone, until it is made to stand on other layers.
@@ -29,8 +29,16 @@ const DEAD_BYTES: u64 = 64 << 20;
 
 /// Pins the epoch of a head for the copy of its owner, which is about to stand on it.
 pub(crate) fn pin_for(repository: &dyn Repository, head: &Head) -> Result<Pin> {
-    let purpose = Purpose::Copy { owner: head.owner, host: host_name() };
-    Pin::make_from(repository, head.clone(), Some(head.epoch.number), &purpose)
+    Pin::make_from(repository, head.clone(), Some(head.epoch.number), &copy_of(head.owner))
+}
+
+/// Pins an epoch for the copy of its owner before a head publishes it, as the first of the disk: nothing is deleted until then.
+pub(crate) fn pin_first(repository: &dyn Repository, owner: OwnerId, epoch: Epoch) -> Result<()> {
+    Pin { id: PinId::draw(), epoch, purpose: copy_of(owner) }.put(repository)
+}
+
+fn copy_of(owner: OwnerId) -> Purpose {
+    Purpose::Copy { owner, host: host_name() }
 }
 
 /// The pins of a copy, of which `pins` are all, whose disks stand on the layers `below`; `None` where one is missing. Releases the others.

@@ -3,6 +3,7 @@
 mod attach;
 mod cache;
 mod cached_disk;
+mod clone;
 #[path = "../../disk/tests/common/mod.rs"]
 mod common;
 mod compose;
