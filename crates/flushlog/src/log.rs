@@ -8,7 +8,8 @@
 //!   ring:   ├─ free ─┤ tail ├── batches ──┤ head ├─ free ─┤ set aside for records without operations ├─ a batch that does not fit the end ─┤
 //! ```
 //!
-//! There is no timer: the sync under way is the time in which the next batch gathers.
+//! There is no timer: the sync under way is the time in which the next batch gathers. The end of a batch wakes those whose records are in it, and
+//! one of the others, which writes the next.
 //!
 //! Invariants:
 //! - At most one batch is not on stable storage, the last. So a batch that cannot be read is damaged if a later one is there.
@@ -47,8 +48,10 @@ pub struct FlushLog {
     /// As it was written last; the tail is where recovery begins.
     header: Mutex<Header>,
     state: Mutex<State>,
-    /// Signalled when a batch or a header has been written.
-    changed: Condvar,
+    /// Where those wait whose records are in batches of an even number, and of an odd one: the batch under way and the next one.
+    batch: [Condvar; 2],
+    /// Where who writes headers waits for a batch.
+    headers: Condvar,
     /// Wakes the thread that frees room, and ends it.
     wake: Mutex<Option<Sender<()>>>,
     stores: Mutex<Vec<Weak<dyn Behind>>>,
@@ -130,6 +133,15 @@ impl Ring {
     }
 }
 
+/// What is being written, without the lock of the state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Writing {
+    Nothing,
+    /// The one with the number of the head.
+    Batch,
+    Headers,
+}
+
 #[derive(Debug)]
 struct State {
     queue: VecDeque<Waiting>,
@@ -138,7 +150,7 @@ struct State {
     /// The number of the last record that was put into the queue, and of the last that is on stable storage.
     asked: u64,
     done: u64,
-    is_writing: bool,
+    writing: Writing,
     failed: Option<String>,
     /// Where the next batch begins, and its number.
     head: Tail,
@@ -229,7 +241,7 @@ impl FlushLog {
             queued: 0,
             asked: 0,
             done: 0,
-            is_writing: false,
+            writing: Writing::Nothing,
             failed: None,
             head: header.tail,
             batches: VecDeque::new(),
@@ -244,7 +256,8 @@ impl FlushLog {
             ring,
             header: Mutex::new(header),
             state: Mutex::new(state),
-            changed: Condvar::new(),
+            batch: Default::default(),
+            headers: Condvar::new(),
             wake: Mutex::default(),
             stores: Mutex::default(),
         })
@@ -352,10 +365,9 @@ impl FlushLog {
         state.queue.push_back(Waiting { share, bytes, content });
         while state.done < mine {
             self.check(&state).map_err(Refused::Failed)?;
-            if state.is_writing {
-                self.changed.wait(&mut state);
-            } else {
-                self.write_batch(&mut state);
+            match state.batch_of(mine) {
+                Some(batch) => self.waiters(batch).wait(&mut state),
+                None => self.write_batch(&mut state),
             }
         }
         // A share has one record under way at a time.
@@ -392,18 +404,33 @@ impl FlushLog {
         let place = self.ring.place_for(state.head.place, len);
         let header =
             BatchHeader { epoch: self.header.lock().epoch, sequence: state.head.sequence, place, len };
-        state.is_writing = true;
+        state.writing = Writing::Batch;
         let written = MutexGuard::unlocked(state, || {
             let mut batch = AlignedBuf::zeroed(len as usize);
             encode_batch(header, records.iter().map(|record| record.bytes.as_slice()), &mut batch);
             self.store.write_all(&batch, self.ring.at(place)).and_then(|()| self.store.flush())
         });
-        state.is_writing = false;
         match written {
             Ok(()) => state.written(header, &records),
             Err(error) => state.failed = Some(error.to_string()),
         }
-        self.changed.notify_all();
+        self.waiters(header.sequence).notify_all();
+        self.hand_on(state);
+    }
+
+    fn waiters(&self, batch: u64) -> &Condvar {
+        &self.batch[(batch % 2) as usize]
+    }
+
+    /// Nothing is written any more: wakes one of those whose records wait, to write the next batch, and those who wait to write headers.
+    fn hand_on(&self, state: &mut State) {
+        state.writing = Writing::Nothing;
+        if state.failed.is_some() {
+            self.batch.iter().for_each(|batch| _ = batch.notify_all());
+        } else {
+            self.waiters(state.head.sequence).notify_one();
+        }
+        self.headers.notify_all();
     }
 
     /// The records of a share up to those of batch `sequence` are in its file, on stable storage.
@@ -420,19 +447,18 @@ impl FlushLog {
     /// A host that cannot write: the log has failed.
     pub fn advance(&self) -> io::Result<()> {
         let mut state = self.state.lock();
-        while state.is_writing {
-            self.changed.wait(&mut state);
+        while state.writing != Writing::Nothing {
+            self.headers.wait(&mut state);
         }
         self.check(&state)?;
         let tail = state.needed();
         if tail == state.tail {
             return Ok(());
         }
-        state.is_writing = true;
+        state.writing = Writing::Headers;
         let mut header = *self.header.lock();
         header.tail = tail;
         let written = MutexGuard::unlocked(&mut state, || write_headers(&*self.store, &mut header));
-        state.is_writing = false;
         match &written {
             Ok(()) => {
                 *self.header.lock() = header;
@@ -443,7 +469,7 @@ impl FlushLog {
             }
             Err(error) => state.failed = Some(error.to_string()),
         }
-        self.changed.notify_all();
+        self.hand_on(&mut state);
         written
     }
 
@@ -467,6 +493,16 @@ impl FlushLog {
 }
 
 impl State {
+    /// The batch that a record has to wait for, which it is in or may be; `None` if its owner is to write one.
+    fn batch_of(&self, record: u64) -> Option<u64> {
+        let next = self.head.sequence;
+        match self.writing {
+            Writing::Nothing => None,
+            Writing::Headers => Some(next),
+            Writing::Batch => Some(next + u64::from(record > self.asked - self.queue.len() as u64)),
+        }
+    }
+
     /// Bytes of the ring from the tail to the head.
     fn used(&self) -> u64 {
         self.head.place - self.tail.place
