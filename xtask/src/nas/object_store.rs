@@ -70,6 +70,14 @@ impl<'a> ObjectStore<'a> {
         let listed = ask(self.network, "GET", &format!("/{BUCKET}?list-type=2&prefix={name}"))?;
         Ok(listed.contains(&format!("<Key>{name}</Key>")))
     }
+
+    /// Removes the object of this name, if there is one.
+    ///
+    /// # Errors
+    /// A store that does not answer.
+    pub fn remove(&self, name: &str) -> Result<()> {
+        ask(self.network, "DELETE", &format!("/{BUCKET}/{name}")).map(drop)
+    }
 }
 
 impl Drop for ObjectStore<'_> {
