@@ -47,7 +47,8 @@ pub(crate) fn check_image(place: &Place) -> Result<Option<PathBuf>> {
     let head = probe_layer(&place.path, None)?;
     let is_base = |path: &PathBuf| is_published(path) && path.parent() != Some(&place.repository);
     let base = head.backing_path.clone().filter(is_base);
-    let why = why_not(&head, base.as_deref()).or_else(|| base.as_ref().and_then(|_| why_not_a_clone(place, &head)));
+    let why =
+        why_not(&head, base.as_deref()).or_else(|| base.as_ref().and_then(|_| why_not_a_clone(place, &head)));
     why.map_or(Ok(base), |why| Err(place.not_attachable(&why)))
 }
 
@@ -136,9 +137,12 @@ pub(crate) fn share(place: &Place, newest: &Path) -> Result<Vec<Object>> {
             let (from, to) = (directory.join(name.as_str()), place.repository.join(name.as_str()));
             match fs::hard_link(&from, &to) {
                 // Of an earlier try.
-                Err(error) if error.kind() == ErrorKind::AlreadyExists && FileId::at(&from) == FileId::at(&to) => {}
+                Err(error)
+                    if error.kind() == ErrorKind::AlreadyExists && FileId::at(&from) == FileId::at(&to) => {}
                 Err(error) if error.kind() == ErrorKind::CrossesDevices => {
-                    return Err(place.not_attachable("its base lies on another file system: flatten the image first"));
+                    return Err(
+                        place.not_attachable("its base lies on another file system: flatten the image first")
+                    );
                 }
                 linked => linked.map_err(Error::of_file(&to, "link the base's layer"))?,
             }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use vmstrata_disk::snapshot::now_ns;
 use vmstrata_disk::{Disk, OpenOptions, Resources};
 
-use crate::attach::share;
+use crate::attach::{point_at, share};
 use crate::copies::{Claimed, claim, newest_cut, open_options, take_over};
 use crate::dense::ship_state;
 use crate::error::{Error, Result};
@@ -61,6 +61,7 @@ pub fn rebase<E: From<Error>>(
     let opened = Disk::open(&disk, &open, resources).map_err(Error::from)?;
     let size = opened.size();
     opened.close().map_err(Error::from)?;
+    drop(opened);
     let number = publisher.head().epoch.number.max(newest_cut(place, &open)?).next();
     let mut objects = share(place, onto)?;
     let below = objects.last().expect("a state has a layer").id;
@@ -73,7 +74,8 @@ pub fn rebase<E: From<Error>>(
     publisher.publish(Epoch { number, time_ns: now_ns(), disks: vec![state] })?;
     let (repository, owner) = (Arc::clone(publisher.repository()), publisher.head().owner);
     drop((copy, publisher));
-    let (_, aside) = take_over(place, &open, resources)?;
+    let (head, aside) = take_over(place, &open, resources)?;
+    point_at(place, &head.epoch)?;
     let Some(aside) = aside else { return Ok(()) };
     // It reads as what is published.
     fs::remove_dir_all(&aside).map_err(Error::of_file(&aside, "remove the old copy"))?;

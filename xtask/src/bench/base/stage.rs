@@ -135,6 +135,18 @@ impl<'a> Stage<'a> {
         serve_keyed(clones, &dir, &format!(",replica={}", dir.display()), self.mount(host))
     }
 
+    /// Serves clones as tiered disks, with the host's copies in `tier`: what guests write is on the NAS after ten minutes.
+    pub(super) fn serve_tiered(
+        &self,
+        host: u8,
+        clones: &[PathBuf],
+        tier: &Path,
+    ) -> Result<(Served, Vec<PathBuf>)> {
+        let dir = self.host_dir(host);
+        fs::create_dir_all(&dir)?;
+        serve_keyed(clones, &dir, &format!(",tier={},window=600", tier.display()), self.mount(host))
+    }
+
     /// Serves an overlay on the local base.
     pub(super) fn serve_local(&self) -> Result<(Served, Vec<PathBuf>)> {
         let dir = self.dir.join("local");

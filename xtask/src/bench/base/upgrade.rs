@@ -5,11 +5,11 @@
 //!   guests ────► their disks, clones of v1: the upgrade, and their own ─┴─► rebase onto v2 ─► what is left
 //! ```
 //!
-//! A clone is no tiered disk, so its epochs cannot be held back. The disks lie on their host until they are rebased, and are copied to the
-//! NAS then; or they lie on the NAS from the beginning. Stock QEMU has its overlays on the NAS.
+//! The disks are tiered, and what their guests write stays on the host for the time of the upgrade; or they lie on the NAS themselves. Stock QEMU
+//! has its overlays on the NAS.
 
-use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::Result;
@@ -37,6 +37,13 @@ const FLUSHED: usize = 8;
 const UPGRADED: u64 = 16;
 /// Blocks of each guest's own, one of which is written with each file: its package database, its journal.
 const OWN_BLOCKS: u64 = 64;
+
+/// Where guests' disks lie.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Placement {
+    Tiered,
+    OnNas,
+}
 
 /// What a guest writes.
 struct Upgrade {
@@ -105,7 +112,7 @@ pub(super) fn run(options: &Options, stage: &Stage<'_>, report: &mut Report) -> 
     let published = (sent(PUBLISHER)? - before) as f64;
     let guests = options.guests;
     let mut plain = Vec::new();
-    // By placement: on the host at first, on the NAS from the beginning; and by shift.
+    // By placement, and by shift.
     let mut shipped: [[Vec<f64>; 2]; 2] = Default::default();
     // Within the slots, and past the guests' own blocks.
     let shifts = [0, options.image.size / 2 + OWN_BLOCKS * BLOCK];
@@ -117,9 +124,9 @@ pub(super) fn run(options: &Options, stage: &Stage<'_>, report: &mut Report) -> 
         served.into_iter().try_for_each(Served::stop)?;
         plain.push((sent(HOST)? - before) as f64);
         for (shipped, shift) in shipped.iter_mut().zip(shifts) {
-            for (shipped, overlays) in shipped.iter_mut().zip([Overlays::OnHost, Overlays::OnNas]) {
+            for (shipped, placement) in shipped.iter_mut().zip([Placement::Tiered, Placement::OnNas]) {
                 let before = sent(HOST)?;
-                upgrade_desks(stage, &upgrade, guests, (overlays, shift))?;
+                upgrade_desks(stage, &upgrade, guests, (placement, shift))?;
                 shipped.push((sent(HOST)? - before) as f64);
             }
         }
@@ -154,45 +161,34 @@ fn next_base(stage: &Stage<'_>, upgrade: &Upgrade) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// New clones of the first version get the upgrade, stand on the second one then, and lie on the NAS at the end.
+/// New clones of the first version, on the NAS, get the upgrade, and stand on the second one then.
 fn upgrade_desks(
     stage: &Stage<'_>,
     upgrade: &Upgrade,
     guests: usize,
-    (overlays, shift): (Overlays, u64),
+    (placement, shift): (Placement, u64),
 ) -> Result<()> {
-    let on_nas = stage.mount(HOST).join("desks");
-    let dir = match overlays {
-        Overlays::OnHost => stage.host_dir(HOST).join("desks"),
-        Overlays::OnNas => on_nas.clone(),
-    };
+    let (dir, tier) = (stage.mount(HOST).join("desks"), stage.host_dir(HOST).join("tier"));
     let desks = stage.clones(HOST, &dir, guests)?;
-    let (served, sockets) = stage.serve(HOST, &desks)?;
+    let serve = || match placement {
+        Placement::Tiered => stage.serve_tiered(HOST, &desks, &tier),
+        Placement::OnNas => stage.serve(HOST, &desks),
+    };
+    let (served, sockets) = serve()?;
     let applied = |who: usize| Applied { who: who as u16 + 1, shift };
     at_once(&sockets, |who, client| upgrade.apply(client, applied(who)))?;
     served.stop()?;
     for desk in &desks {
         let mut rebase = Command::new(vmstrata());
         rebase.arg("rebase").arg(desk).arg("--onto").arg(format!("{}@v2", stage.base(HOST).display()));
+        if placement == Placement::Tiered {
+            rebase.arg("--tier").arg(&tier);
+        }
         timed(rebase.arg("--allow-backing").arg(stage.mount(HOST)).arg("--quiet"))?;
     }
-    let (served, sockets) = stage.serve(HOST, &desks)?;
+    let (served, sockets) = serve()?;
     at_once(&sockets, |who, client| upgrade.check(client, applied(who)))?;
     served.stop()?;
-    if overlays == Overlays::OnHost {
-        fs::create_dir_all(&on_nas)?;
-        desks.iter().try_for_each(|desk| copy(desk, &on_nas))?;
-    }
-    fs::remove_dir_all(&on_nas)?;
-    if dir != on_nas {
-        fs::remove_dir_all(dir)?;
-    }
-    Ok(())
-}
-
-/// Copies a file without its holes, and has it on stable storage.
-fn copy(file: &Path, into: &Path) -> Result<()> {
-    timed(Command::new("cp").arg("--sparse=always").arg(file).arg(into))?;
-    let name = file.file_name().expect("a file has a name");
-    Ok(File::open(into.join(name))?.sync_all()?)
+    fs::remove_dir_all(dir)?;
+    if tier.exists() { Ok(fs::remove_dir_all(tier)?) } else { Ok(()) }
 }
