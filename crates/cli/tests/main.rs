@@ -9,6 +9,7 @@ mod contract;
 mod control;
 mod control_hostile;
 mod create;
+mod desktops;
 mod diff;
 mod flush_log;
 mod gc;

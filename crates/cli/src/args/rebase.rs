@@ -41,6 +41,9 @@ pub struct RebaseArgs {
     /// Make its file without subclusters
     #[arg(long)]
     pub no_subclusters: bool,
+    /// Where this host keeps its copy of a tiered disk, which no server has meanwhile
+    #[arg(long, value_name = "DIR", conflicts_with = "no_subclusters")]
+    pub tier: Option<PathBuf>,
     /// How it is reached.
     #[command(flatten)]
     pub access: UnservedArgs,
@@ -52,10 +55,11 @@ Examples:
   vmstrata rebase desk7 --onto /mnt/nas/vms/golden.qcow2@v2
   vmstrata rebase desk7 --onto s3://vms/golden@v2
   vmstrata rebase /mnt/nas/vms/desk7.qcow2 --onto /mnt/nas/vms/golden.qcow2@v2
+  vmstrata rebase /mnt/nas/vms/desk7.qcow2 --onto /mnt/nas/vms/golden.qcow2@v2 --tier /var/lib/vmstrata
 
 A guest that patched itself as the base was patched stores the patch once more. Afterwards it reads every byte as before, and its file has only what the \
 new version has not at the same place. A disk that a server has is rebased by a job of that server, and its guest goes on; `vmstrata job` slows, pauses and \
 cancels it. Otherwise no guest uses the disk: a new file is compared with it and takes its name in one step. A command that is interrupted leaves \
-the disk as it was. Refused for disks with snapshots of their own. A base in HDFS or S3 is for disks that are served.
+the disk as it was. Refused for disks with snapshots of their own. Of a tiered disk, what differs from the new version is published as its next epoch. A base in HDFS or S3 is for disks that are served.
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";

@@ -12,7 +12,7 @@ use vmstrata_api::JobSpec;
 use vmstrata_backup::{Rebase, RebaseOptions, rebased_from};
 use vmstrata_disk::snapshot::state_of;
 use vmstrata_disk::{Disk, Format, OpenOptions, Resources, copy_access, directory_of, unfinished_copy};
-use vmstrata_tier::{BaseState, PinId, release_clone};
+use vmstrata_tier::{BaseState, PinId, Place, rebase, release_clone, repository_of};
 use vmstrata_types::path_to_text;
 
 use super::backup::watched;
@@ -31,7 +31,7 @@ struct Report {
     onto: String,
     /// Bytes that the disk stores beside its base.
     stored_bytes: u64,
-    /// Those that its file took before.
+    /// Those that its file took before; of a tiered disk, the file of this host that took its writes.
     allocated_bytes_before: u64,
     is_dry_run: bool,
 }
@@ -93,6 +93,14 @@ fn rebase_file(args: &RebaseArgs) -> Result<Report> {
     let disk = args.disk.canonicalize().with_context(|| args.disk.display().to_string())?;
     let resources = resources(&args.access.journal)?;
     let own = Own { args, disk: &disk, resources: &resources };
+    if let Some(tier) = &args.tier {
+        return own.rebase_tiered(&Place::of(&disk, tier)?, base);
+    }
+    ensure!(
+        !repository_of(&disk).exists(),
+        "{}: is a tiered disk: say with --tier where this host keeps its copy",
+        args.disk.display()
+    );
     let below = own.check()?;
     let target = BaseState::find(&args.onto, &below)?;
     if args.dry_run {
@@ -183,6 +191,42 @@ impl Own<'_> {
         drop(held);
         release_clone(self.disk, (below, None), |other| other.id != pin.id)?;
         Ok(report)
+    }
+}
+
+impl Own<'_> {
+    /// A disk that is tiered, onto a version of `base`.
+    fn rebase_tiered(&self, place: &Place, base: &Path) -> Result<Report> {
+        let base = base.canonicalize().with_context(|| base.display().to_string())?;
+        // Its own repository has the layers that it shares with the base.
+        let target = BaseState::find(&self.args.onto, &repository_of(&base).join("any"))?;
+        let mut options = self.options();
+        options.allow_backing.extend([&place.local, &place.repository].map(Clone::clone));
+        let disk = place.disk();
+        let allocated_bytes_before = allocated(&disk)?;
+        let report = |stored_bytes| Report {
+            disk: path_to_text(&self.args.disk),
+            onto: path_to_text(target.layer()),
+            stored_bytes,
+            allocated_bytes_before,
+            is_dry_run: self.args.dry_run,
+        };
+        if self.args.dry_run {
+            let rebase = Rebase::foresee((&disk, target.layer()), &options, self.resources)?;
+            return Ok(report(self.run(rebase)?));
+        }
+        let open =
+            OpenOptions { unflushed: self.args.access.journal.unflushed(), ..self.open_options(false) };
+        let onto = path_to_text(&self.args.onto);
+        audit::change(audit::of("rebase", [&self.args.disk]).object(onto), |_| {
+            let mut stored_bytes = 0;
+            rebase(place, target.layer(), &open, self.resources, |draft| -> Result<()> {
+                let states = (draft.disk, draft.onto);
+                stored_bytes = self.run(Rebase::begin(states, draft.path, &options, self.resources)?)?;
+                Ok(())
+            })?;
+            Ok(report(stored_bytes))
+        })
     }
 }
 
