@@ -12,14 +12,14 @@
 #![forbid(unsafe_code)]
 
 mod bucket;
-mod turns;
+mod shared_rate;
 
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
 pub use self::bucket::{Bucket, wait_while};
-pub use self::turns::{SharedRate, Turns};
+pub use self::shared_rate::{RateShare, SharedRate};
 
 /// Something to be done in steps.
 pub trait Work {

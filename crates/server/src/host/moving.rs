@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use vmstrata_api::{self as api, ChangedBy, JobSpec, JobStatus, MergeDirection};
 use vmstrata_disk::snapshot::{list, now_ns};
 use vmstrata_disk::{Disk, Format};
-use vmstrata_job::Turns;
+use vmstrata_job::RateShare;
 use vmstrata_migrate::{
     BackOptions, FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, Report, Unreadable, is_flat,
     is_way_back,
@@ -107,7 +107,7 @@ impl Host {
                 host.note_move(&disk, report);
             }
         };
-        let work = DiskMove::new(moving, time, Turns::new(Arc::clone(&self.move_rate)), Box::new(tell));
+        let work = DiskMove::new(moving, time, RateShare::new(Arc::clone(&self.move_rate)), Box::new(tell));
         self.keep_job(name, || slot.start(limit, by, work))
     }
 

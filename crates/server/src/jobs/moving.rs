@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use vmstrata_job::{Next, Step, Turns, Work};
+use vmstrata_job::{Next, RateShare, Step, Work};
 use vmstrata_migrate::{Move, Phase, Report, Schedule};
 use vmstrata_types::told;
 
@@ -32,7 +32,7 @@ pub(crate) struct DiskMove {
     written: u64,
     counted: u64,
     retry: Retry,
-    turns: Turns,
+    share: RateShare,
     /// Bytes that the last step might write.
     most: u64,
     schedule: Option<Schedule>,
@@ -47,8 +47,8 @@ impl fmt::Debug for DiskMove {
 }
 
 impl DiskMove {
-    /// With `time`, it is to be over by then. It writes when it has one of the host's `turns`.
-    pub(crate) fn new(moving: Box<dyn Move>, time: Option<Duration>, turns: Turns, tell: OnMove) -> Self {
+    /// With `time`, it is to be over by then. It writes when it has its turn of the host's rate.
+    pub(crate) fn new(moving: Box<dyn Move>, time: Option<Duration>, share: RateShare, tell: OnMove) -> Self {
         let report = moving.report();
         tell(report.clone());
         let schedule = time.map(|time| Schedule::new(time, Instant::now()));
@@ -60,7 +60,7 @@ impl DiskMove {
             written: 0,
             counted: 0,
             retry,
-            turns,
+            share,
             most: STEP,
             schedule,
             is_late: false,
@@ -83,7 +83,7 @@ impl DiskMove {
     /// When to look again, unless it is its turn.
     fn turn_at(&mut self) -> Option<Instant> {
         let now = Instant::now();
-        let wait = self.turns.wait(self.most, now).min(WAIT_MAX);
+        let wait = self.share.wait(self.most, now).min(WAIT_MAX);
         (!wait.is_zero()).then(|| now + wait)
     }
 }
@@ -106,14 +106,14 @@ impl Work for DiskMove {
 
     fn apply(&mut self, (): (), most: u64) -> Result<Step, Error> {
         self.most = most.min(STEP);
-        let done = self.moving.step(self.most.min(self.turns.step_bytes()));
+        let done = self.moving.step(self.most.min(self.share.step_bytes()));
         self.report = self.moving.report();
         (self.tell)(self.report.clone());
         match done {
             Ok(bytes) => {
                 self.retry.worked();
                 self.written += bytes;
-                self.turns.wrote(bytes, Instant::now());
+                self.share.wrote(bytes, Instant::now());
                 // Steps are of about a MiB, and those that only look write nothing.
                 let is_part = self.written / STEP <= self.counted;
                 self.counted += u64::from(!is_part);

@@ -63,9 +63,9 @@ impl SharedRate {
     }
 }
 
-/// The turns of one job.
+/// What one job has of a shared rate: turns.
 #[derive(Debug)]
-pub struct Turns {
+pub struct RateShare {
     rate: Arc<SharedRate>,
     next: Option<Turn>,
 }
@@ -77,7 +77,7 @@ struct Turn {
     bytes: u64,
 }
 
-impl Turns {
+impl RateShare {
     /// Those of a job that begins.
     pub fn new(rate: Arc<SharedRate>) -> Self {
         Self { rate, next: None }
@@ -119,7 +119,7 @@ impl Turns {
 }
 
 /// The others need not wait for a turn that is given up.
-impl Drop for Turns {
+impl Drop for RateShare {
     fn drop(&mut self) {
         let Some(turn) = self.next.take() else { return };
         let mut state = self.rate.state.lock();
@@ -145,7 +145,7 @@ mod tests {
     }
 
     struct Job {
-        turns: Turns,
+        share: RateShare,
         written: u64,
         /// When its last step ends; until then it asks for nothing.
         busy_until: Instant,
@@ -162,8 +162,8 @@ mod tests {
         }
 
         fn begin(&mut self, step_time: Duration) {
-            let turns = Turns::new(Arc::clone(&self.shared));
-            self.jobs.push(Job { turns, written: 0, busy_until: self.now, step_time });
+            let share = RateShare::new(Arc::clone(&self.shared));
+            self.jobs.push(Job { share, written: 0, busy_until: self.now, step_time });
         }
 
         fn written(&self) -> u64 {
@@ -177,7 +177,7 @@ mod tests {
                 let now = self.now;
                 let begins = |job: &mut Job| match job.busy_until {
                     until if until > now => until,
-                    _ => now + job.turns.wait(MIB, now),
+                    _ => now + job.share.wait(MIB, now),
                 };
                 let begins: Vec<Instant> = self.jobs.iter_mut().map(begins).collect();
                 let (first, at) = begins.into_iter().enumerate().min_by_key(|(_, at)| *at).unwrap();
@@ -190,8 +190,8 @@ mod tests {
                     continue;
                 }
                 let job = &mut self.jobs[first];
-                let bytes = job.turns.step_bytes().min(MIB) + odd;
-                job.turns.wrote(bytes, now);
+                let bytes = job.share.step_bytes().min(MIB) + odd;
+                job.share.wrote(bytes, now);
                 job.written += bytes;
                 job.busy_until = now + job.step_time;
                 look(self);
@@ -244,17 +244,17 @@ mod tests {
     fn a_rate_that_is_lifted_ends_the_waiting_and_one_that_is_set_counts_what_is_under_way() {
         let mut jobs = Jobs::new(2, rate(64 << 10));
         let now = jobs.now;
-        let waits = |jobs: &mut Jobs| jobs.jobs.iter_mut().map(|job| job.turns.wait(MIB, now)).max();
+        let waits = |jobs: &mut Jobs| jobs.jobs.iter_mut().map(|job| job.share.wait(MIB, now)).max();
         assert_eq!(waits(&mut jobs), Some(Duration::from_secs(1)));
         jobs.shared.set_rate(None, now);
         assert_eq!(waits(&mut jobs), Some(Duration::ZERO));
         // Both have begun a step without limit when there is one again.
-        jobs.jobs.iter_mut().for_each(|job| job.turns.wrote(MIB, now));
+        jobs.jobs.iter_mut().for_each(|job| job.share.wrote(MIB, now));
         assert_eq!(waits(&mut jobs), Some(Duration::ZERO));
-        assert_eq!(jobs.jobs[0].turns.step_bytes(), u64::MAX);
+        assert_eq!(jobs.jobs[0].share.step_bytes(), u64::MAX);
         jobs.shared.set_rate(rate(MIB), now);
-        jobs.jobs.iter_mut().for_each(|job| job.turns.wrote(MIB, now));
-        let wait = jobs.jobs[0].turns.wait(MIB, now).as_secs_f64();
+        jobs.jobs.iter_mut().for_each(|job| job.share.wrote(MIB, now));
+        let wait = jobs.jobs[0].share.wait(MIB, now).as_secs_f64();
         assert!((1.99..2.01).contains(&wait), "{wait}");
     }
 
@@ -263,20 +263,20 @@ mod tests {
         let mut jobs = Jobs::new(2, rate(64 << 10));
         let now = jobs.now;
         let [looks, writes] = &mut jobs.jobs[..] else { panic!("there are two") };
-        assert_eq!(looks.turns.wait(MIB, now), Duration::ZERO);
-        assert_eq!(writes.turns.wait(MIB, now), Duration::from_secs(1));
-        looks.turns.wrote(0, now);
-        assert_eq!(looks.turns.wait(MIB, now), Duration::ZERO);
+        assert_eq!(looks.share.wait(MIB, now), Duration::ZERO);
+        assert_eq!(writes.share.wait(MIB, now), Duration::from_secs(1));
+        looks.share.wrote(0, now);
+        assert_eq!(looks.share.wait(MIB, now), Duration::ZERO);
         // It ends, and gives its turn up.
         jobs.jobs.remove(0);
-        assert_eq!(jobs.jobs[0].turns.wait(MIB, now), Duration::ZERO);
+        assert_eq!(jobs.jobs[0].share.wait(MIB, now), Duration::ZERO);
     }
 
     #[test]
     fn a_job_that_stands_still_holds_up_no_other() {
         let mut jobs = Jobs::new(3, rate(MIB));
         let now = jobs.now;
-        jobs.jobs.iter_mut().for_each(|job| assert!(job.turns.wait(MIB, now) <= Duration::from_secs(1)));
+        jobs.jobs.iter_mut().for_each(|job| assert!(job.share.wait(MIB, now) <= Duration::from_secs(1)));
         // It is paused, and keeps its turn.
         let paused = jobs.jobs.remove(0);
         jobs.run(Duration::from_secs(100), 0, |_| {});
