@@ -180,7 +180,6 @@ impl TierSpec {
             ("read-only", asked.read_only),
             ("at", asked.at.is_some()),
             ("keep", asked.keep.is_some()),
-            ("backing", asked.backing.is_some()),
             ("format=raw", asked.format == Some(api::Format::Raw)),
         ];
         if let Some((key, _)) = refused.into_iter().find(|(_, is_asked)| *is_asked) {
@@ -621,6 +620,7 @@ mod tests {
                 ..tiered("/var/lib/vmstrata", None)
             },
             api::DiskSpec { epochs: text("2h"), ..tiered("/var/lib/vmstrata", None) },
+            api::DiskSpec { backing: Some(vec!["/nas".to_owned()]), ..tiered("/var/lib/vmstrata", None) },
             api::DiskSpec { on_missing: text("error:7"), ..tiered("/var/lib/vmstrata", None) },
             api::DiskSpec { on_missing: text("error:7"), ..with_replica() },
             api::DiskSpec { repository: text("s3://vms/golden"), ..with_replica() },
