@@ -371,8 +371,14 @@ fn metrics_are_served_on_the_loopback_address_and_nothing_else_is() {
         assert!(String::from_utf8(fetch(path).stdout).unwrap().starts_with("HTTP/1.1 404"), "{path}");
     }
     // Whoever may read them cannot keep others from the control socket.
-    let crowd: Vec<_> = (0..70).map(|_| std::net::TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
-    while fetch("/metrics").status.success() {}
+    let crowd = loop {
+        let connect = |_| std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let crowd: Vec<_> = (0..70).map(connect).collect();
+        // The server lets go of those that ask for nothing: on a slow host, of all before the last has come.
+        if !fetch("/metrics").status.success() {
+            break crowd;
+        }
+    };
     assert_eq!(ask(&server.control(), "GET", "/v1/status", "").status, 200);
     drop(crowd);
     assert!(server.stop().success());
