@@ -72,7 +72,7 @@ impl Detach {
     /// then on.
     ///
     /// # Errors
-    /// [`Error::Grouped`]; [`Error::NotAllPublished`]; [`Error::IsRead`]; [`Error::Held`] for a disk that is served; [`Error::Fenced`]; a disk that is not tiered, or not by this
+    /// [`Error::Grouped`]; [`Error::NotAllPublished`]; [`Error::IsRead`]; [`Error::Shared`], unless it is flattened; [`Error::Held`] for a disk that is served; [`Error::Fenced`]; a disk that is not tiered, or not by this
     /// host; whatever host and repository report.
     pub fn begin(
         place: &Place,
@@ -112,12 +112,29 @@ impl Detach {
         refuse_readers(&**publisher.repository())?;
         detach.check_published(&epoch)?;
         check_own(place, &epoch)?;
+        if !flatten {
+            detach.check_names(&epoch)?;
+        }
         detach.next = if flatten { Step::Draft(epoch) } else { Step::Link(epoch) };
         Ok(detach)
     }
 
     fn no_copy(&self) -> Error {
         Error::NoCopy { path: self.place.path.clone(), copy: self.place.local.clone() }
+    }
+
+    /// Refuses layers that another disk has, too: a tool that changes the image's would change that one's.
+    fn check_names(&self, epoch: &Epoch) -> Result<()> {
+        for object in epoch.objects() {
+            let layer = self.place.layer(object.id);
+            let about = fs::metadata(&layer).map_err(Error::of_file(&layer, "examine"))?;
+            // An earlier try has given it a second one.
+            let own = 1 + u64::from(is_same(&layer, &self.layers().join(object.id.layer_name().as_str())));
+            if about.nlink() > own {
+                return Err(Error::Shared { path: self.place.path.clone() });
+            }
+        }
+        Ok(())
     }
 
     /// Refuses a copy that has what the epoch lacks.

@@ -295,6 +295,12 @@ pub enum Error {
         /// Who.
         who: String,
     },
+    /// A disk whose layers are another disk's, too.
+    #[error("{}: shares layers with the base that it was cloned from: detach it with --flatten", path.display())]
+    Shared {
+        /// The disk's path.
+        path: PathBuf,
+    },
     /// A disk that this host has not published.
     #[error(
         "{}: this host has no copy of the disk ({}): do it where the disk was served last, or take it over with `vmstrata tier takeover`",

@@ -16,7 +16,7 @@ use crate::tier_support::{
 };
 use rand::Rng as _;
 use vmstrata_disk::{CreateOptions, Disk, OpenOptions, ResourceOptions, Resources, create};
-use vmstrata_tier::{Error, Place, TierOptions, Tiered, rebase, repository_of};
+use vmstrata_tier::{Detach, Error, Place, TierOptions, Tiered, rebase, repository_of};
 
 /// What the child finds its orders in: what it does, the clone, and how long it lives, in microseconds.
 const ORDERS: &str = "VMSTRATA_TEST_CLONE_CHILD";
@@ -131,6 +131,27 @@ fn a_clone_that_would_lose_something_is_refused_and_stays_as_it_is() {
     let refused = host_clone(&desk).unwrap_err().to_string();
     assert!(refused.contains("flatten the image first"), "{refused}");
     assert_eq!(writes_of(&content(&desk, "qcow2")), CLONE);
+}
+
+/// Tools may change the layers of an ordinary image.
+#[test]
+fn a_detached_clone_keeps_no_layer_of_its_base() {
+    let dir = scratch();
+    let golden = base(dir.path());
+    let desk = clone_of(&golden);
+    let (disk, tiered) = host_clone(&desk).unwrap();
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    drop((disk, tiered));
+    let place = Place::of(&desk, &desk.with_file_name("tier")).unwrap();
+    let resources = Resources::new(ResourceOptions::default());
+    let detach = |flatten| Detach::begin(&place, flatten, &open_options(&desk), &resources);
+    assert!(matches!(detach(false), Err(Error::Shared { .. })));
+    detach(true).unwrap().run().unwrap();
+    assert_eq!(writes_of(&content(&desk, "qcow2")), CLONE);
+    assert!(!repository_of(&desk).exists());
+    assert_eq!(writes_of(&content(&golden, "qcow2")), BASE);
+    assert_eq!(writes_of(&published(&newest_of(&golden), &golden)), BASE);
 }
 
 /// A clone with writes that are not published, and its base with its next version.
