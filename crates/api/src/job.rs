@@ -182,8 +182,8 @@ pub enum JobSpec {
         #[schema(minimum = 1)]
         bytes_per_second: Option<u64>,
     },
-    /// Have a disk that goes on being used, a clone of a snapshot of a tiered disk, stand on another snapshot of that. It reads every byte as
-    /// before, and stores what that snapshot does not have at the same place.
+    /// Move a clone of a tiered disk's snapshot to another snapshot of that disk, while its guest goes on. The guest reads every byte as before.
+    /// The clone stores only what differs from the new snapshot.
     Rebase {
         /// The disk.
         disk: String,

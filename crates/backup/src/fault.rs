@@ -155,7 +155,7 @@ pub enum BackupFault {
     },
     /// A disk that cannot be rebased.
     #[error(
-        "it does not stand on a published layer itself: it has snapshots of its own, or is no clone of a tiered disk's snapshot"
+        "its backing file is no published layer: the disk has snapshots of its own, or is no clone of a tiered disk's snapshot"
     )]
     NotOnBase,
     /// A disk of which a rebase would lose something.

@@ -56,10 +56,10 @@ impl RebaseOptions {
     }
 }
 
-/// The published layer that the disk at `path` stands on, as far as the disk can be rebased.
+/// The published layer that is the backing file of the disk at `path`. Refuses disks that cannot be rebased.
 ///
 /// # Errors
-/// A disk that does not stand on one itself; one with internal snapshots or bitmaps, which would be lost; as [`published_below`].
+/// Another backing file, or none; internal snapshots or bitmaps, which a rebase would drop; as [`published_below`].
 pub fn rebased_from(path: &Path, options: &OpenOptions) -> Result<PathBuf> {
     let refused = |fault: BackupFault| Error::from(fault).in_file(path);
     let newest = published_below(path, options)?;
@@ -237,7 +237,7 @@ impl Rebase {
     }
 }
 
-/// Copies the first part of an extent; returns the bytes, and what is left of the extent.
+/// Copies the start of an extent. Returns the bytes copied, and the rest of the extent.
 fn copy(
     from: &Disk,
     to: &Draft,

@@ -32,7 +32,7 @@ pub struct UnservedArgs {
 pub struct RebaseArgs {
     /// The disk, a clone of a snapshot of a tiered disk: its path, or what a server calls it
     pub disk: PathBuf,
-    /// Which snapshot it is to stand on: BASE@VERSION; BASE is a path, or the address of its repository
+    /// The new backing state, BASE@VERSION; BASE is a path, or the address of its repository
     #[arg(long, value_name = "STATE")]
     pub onto: PathBuf,
     /// Say what the disk would store, and change nothing

@@ -104,10 +104,9 @@ fn rebase_file(args: &RebaseArgs) -> Result<Report> {
     let below = own.check()?;
     let target = BaseState::find(&args.onto, &below)?;
     if args.dry_run {
-        return own.report(
-            &target,
-            own.run(Rebase::foresee((&disk, target.layer()), &own.options(), &resources)?)?,
-        );
+        let before = allocated(&disk)?;
+        let stored = own.run(Rebase::foresee((&disk, target.layer()), &own.options(), &resources)?)?;
+        return Ok(own.report(&target, before, stored));
     }
     let onto = path_to_text(&args.onto);
     audit::change(audit::of("rebase", [&args.disk]).object(onto), |_| own.rebase(&target, &below))
@@ -136,6 +135,11 @@ impl Own<'_> {
         OpenOptions { read_only, allow_backing, format: Some(Format::Qcow2), ..OpenOptions::default() }
     }
 
+    /// Takes up what a killed server had not flushed: it belongs to the disk.
+    fn with_unflushed(&self) -> OpenOptions {
+        OpenOptions { unflushed: self.args.access.journal.unflushed(), ..self.open_options(false) }
+    }
+
     fn options(&self) -> RebaseOptions {
         let allow_backing = self.args.access.backing.allow_backing.clone();
         let no_subclusters = self.args.no_subclusters;
@@ -147,26 +151,24 @@ impl Own<'_> {
         watched(what, self.args.access.quiet || self.args.access.json, |watch| Ok(rebase.run(watch)?))
     }
 
-    /// Refuses a disk of which something would be lost. Returns the layer that it stands on.
+    /// Returns the published layer below the disk. Refuses a disk with content that a rebase would drop.
     fn check(&self) -> Result<PathBuf> {
         Ok(rebased_from(self.disk, &self.open_options(true))?)
     }
 
-    fn report(&self, target: &BaseState, stored_bytes: u64) -> Result<Report> {
-        Ok(Report {
+    fn report(&self, target: &BaseState, allocated_bytes_before: u64, stored_bytes: u64) -> Report {
+        Report {
             disk: path_to_text(&self.args.disk),
             onto: path_to_text(target.layer()),
             stored_bytes,
-            allocated_bytes_before: allocated(self.disk)?,
+            allocated_bytes_before,
             is_dry_run: self.args.dry_run,
-        })
+        }
     }
 
     fn rebase(&self, target: &BaseState, below: &Path) -> Result<Report> {
-        // What a server that was killed had not flushed belongs to it; and no other process may have it open for writing.
-        let open =
-            OpenOptions { unflushed: self.args.access.journal.unflushed(), ..self.open_options(false) };
-        Disk::open(self.disk, &open, self.resources)?.close()?;
+        // No other process may have it open for writing.
+        Disk::open(self.disk, &self.with_unflushed(), self.resources)?.close()?;
         let held = Disk::open(self.disk, &self.open_options(true), self.resources)?;
         let draft = unfinished_copy(self.disk);
         remove_if_there(&draft)?;
@@ -174,7 +176,7 @@ impl Own<'_> {
         let states = (self.disk, target.layer());
         let made = Rebase::begin(states, &draft, &self.options(), self.resources);
         let made = made.map_err(Into::into).and_then(|rebase| self.run(rebase));
-        let report = made.and_then(|bytes| self.report(target, bytes));
+        let report = made.and_then(|bytes| Ok(self.report(target, allocated(self.disk)?, bytes)));
         let placed = report.and_then(|report| {
             let file = File::options().write(true).open(&draft)?;
             copy_access(self.disk, &file)?;
@@ -192,10 +194,8 @@ impl Own<'_> {
         release_clone(self.disk, (below, None), |other| other.id != pin.id)?;
         Ok(report)
     }
-}
 
-impl Own<'_> {
-    /// A disk that is tiered, onto a version of `base`.
+    /// Rebases a tiered disk onto a version of `base`.
     fn rebase_tiered(&self, place: &Place, base: &Path) -> Result<Report> {
         let base = base.canonicalize().with_context(|| base.display().to_string())?;
         // Its own repository has the layers that it shares with the base.
@@ -203,29 +203,20 @@ impl Own<'_> {
         let mut options = self.options();
         options.allow_backing.extend([&place.local, &place.repository].map(Clone::clone));
         let disk = place.disk();
-        let allocated_bytes_before = allocated(&disk)?;
-        let report = |stored_bytes| Report {
-            disk: path_to_text(&self.args.disk),
-            onto: path_to_text(target.layer()),
-            stored_bytes,
-            allocated_bytes_before,
-            is_dry_run: self.args.dry_run,
-        };
+        let before = allocated(&disk)?;
         if self.args.dry_run {
             let rebase = Rebase::foresee((&disk, target.layer()), &options, self.resources)?;
-            return Ok(report(self.run(rebase)?));
+            return Ok(self.report(&target, before, self.run(rebase)?));
         }
-        let open =
-            OpenOptions { unflushed: self.args.access.journal.unflushed(), ..self.open_options(false) };
         let onto = path_to_text(&self.args.onto);
         audit::change(audit::of("rebase", [&self.args.disk]).object(onto), |_| {
             let mut stored_bytes = 0;
-            rebase(place, target.layer(), &open, self.resources, |draft| -> Result<()> {
+            rebase(place, target.layer(), &self.with_unflushed(), self.resources, |draft| -> Result<()> {
                 let states = (draft.disk, draft.onto);
                 stored_bytes = self.run(Rebase::begin(states, draft.path, &options, self.resources)?)?;
                 Ok(())
             })?;
-            Ok(report(stored_bytes))
+            Ok(self.report(&target, before, stored_bytes))
         })
     }
 }
