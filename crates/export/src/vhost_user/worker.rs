@@ -150,9 +150,13 @@ impl Mailbox {
         self.pending.load(Ordering::Acquire)
     }
 
+    /// The I/O thread was woken. Not when it takes orders: it may see one before it is signalled.
+    fn woken(&self) {
+        notify::take(&self.wake);
+    }
+
     /// Takes all orders, in the sequence they were left.
     fn take(&self) -> Vec<Order> {
-        notify::take(&self.wake);
         self.pending.swap(false, Ordering::AcqRel);
         // A later order sets the flag again.
         std::mem::take(&mut *self.orders.lock())
@@ -334,6 +338,9 @@ impl Loop {
         }
         let ready = self.io.wait(&watched, timeout);
         // Bit 0 is the mailbox.
+        if ready & 1 == 1 {
+            self.mailbox.woken();
+        }
         owners.into_iter().zip(1..).filter(|(_, bit)| ready >> bit & 1 == 1).map(|(slot, _)| slot).collect()
     }
 
@@ -343,6 +350,39 @@ impl Loop {
         if !queue.kick().is_some_and(notify::take_theirs) {
             tracing::error!(queue = queue.index(), "queue stopped: its kick descriptor is no event");
             queue.break_kick();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use vmstrata_disk::{CreateOptions, OpenOptions, ResourceOptions, Resources, create};
+
+    use super::super::config::DeviceParts;
+    use super::*;
+
+    /// As where the thread took the order before the event was signalled. It must not wake for it again and again.
+    #[test]
+    fn an_event_without_an_order_wakes_a_thread_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk");
+        create(&path, &CreateOptions { size: Some(1 << 20), ..CreateOptions::default() }).unwrap();
+        let disk =
+            Disk::open(&path, &OpenOptions::default(), &Resources::new(ResourceOptions::default())).unwrap();
+        let (disk_bytes, cluster_bits) = (disk.size(), disk.cluster_bits());
+        let parts = DeviceParts { disk_bytes, cluster_bits, read_only: false, queues: 1, serial: "" };
+        let options = WorkerOptions { name: "io".into(), slots: 1, depth: 8, poll: Duration::ZERO };
+        let worker = Worker::spawn(disk, Arc::new(Device::new(&parts)), &options).unwrap();
+        notify::signal(&worker.mailbox.wake);
+        let is_taken = || {
+            let mut wake = [PollFd::new(&worker.mailbox.wake, PollFlags::IN)];
+            poll(&mut wake, Some(&Timespec::default())).unwrap() == 0
+        };
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !is_taken() {
+            assert!(Instant::now() < deadline, "the thread wakes for it still");
+            std::thread::yield_now();
         }
     }
 }
