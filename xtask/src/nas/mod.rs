@@ -3,7 +3,7 @@
 //! ```text
 //!   server (nfs-ganesha) ◄── proxy (delay) ◄── network (veth, 1 Gbit/s) ◄── a host: tiered disk ─► nfs (a repository) ─► link
 //!                                                                    ◄── a host: stock QEMU, by libnfs
-//!   object store (moto) ◄── proxy ◄── network ◄── a host: vmstrata serve
+//!   object store ◄── proxy ◄── network ◄── a host: vmstrata serve
 //! ```
 //!
 //! The kernel of the machines that tests run on may have no NFS client. So a host's repository speaks NFSv3 itself ([`NfsRepository`]),
@@ -21,5 +21,5 @@ mod server;
 pub use mount::Mount;
 pub use network::{Network, WIRE_BYTES_PER_S};
 pub use nfs::NfsRepository;
-pub use object_store::ObjectStore;
+pub use object_store::{ObjectStore, StoreKind};
 pub use server::{Nas, check};

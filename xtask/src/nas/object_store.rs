@@ -1,11 +1,8 @@
-//! An object store that speaks S3, in the place of the NAS: moto's server, which keeps everything in memory.
+//! An object store that speaks S3, in the place of the NAS.
 
 use std::fs::{self, File};
-use std::io::{Read as _, Write as _};
-use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -17,11 +14,33 @@ use super::server::Nas;
 use crate::answer::wait_for_answer;
 use crate::guest::{must, target};
 
+const VERSITYGW: &str = "github.com/versity/versitygw/cmd/versitygw@v1.8.0";
 const MOTO: &str = "moto[server,s3]==5.2.5";
-/// Any key is right.
-const KEYS: [(&str, &str); 2] = [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")];
+const KEY: &str = "vmstrata";
+const SECRET: &str = "secret-of-a-benchmark";
 const BUCKET: &str = "vms";
+/// The digest of no bytes, which curl leaves out and S3 wants.
+const EMPTY: &str = "x-amz-content-sha256: e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
 const UP_MAX: Duration = Duration::from_secs(60);
+
+/// Which server it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoreKind {
+    /// versitygw, which keeps objects as files. Go builds it.
+    Versitygw,
+    /// moto's, which keeps them in memory, and takes 0.1 s for each range of a large one: for tests.
+    Moto,
+}
+
+impl StoreKind {
+    /// The name people read.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Versitygw => "versitygw",
+            Self::Moto => "moto",
+        }
+    }
+}
 
 /// A store with an empty bucket, which hosts of a NAS's network reach as they reach the NAS. It ends when this is dropped.
 #[derive(Debug)]
@@ -35,18 +54,35 @@ impl<'a> ObjectStore<'a> {
     /// Starts it beside the NAS.
     ///
     /// # Errors
-    /// When moto cannot be fetched, or does not answer.
-    pub fn start(nas: &'a Nas) -> Result<Self> {
-        let (network, dir) = (nas.network(), tempfile::tempdir()?);
-        let mut command = network.command("nas", &python()?.join("bin/moto_server"));
-        command.args(["--host", &NAS.to_string(), "--port", &S3_PORT.to_string()]);
+    /// When no server can be fetched, or it does not answer.
+    pub fn start(nas: &'a Nas, kind: StoreKind) -> Result<Self> {
+        let network = nas.network();
+        let dir = tempfile::tempdir_in(target()?)?;
+        let mut command = match kind {
+            StoreKind::Versitygw => {
+                let mut command = network.command("nas", &versitygw()?);
+                let objects = dir.path().join("objects");
+                fs::create_dir(&objects)?;
+                command.args(["--access", KEY, "--secret", SECRET, "--port", &format!("{NAS}:{S3_PORT}")]);
+                command.arg("posix").arg(objects);
+                command
+            }
+            StoreKind::Moto => {
+                let mut command = network.command("nas", &moto()?);
+                command.args(["--host", &NAS.to_string(), "--port", &S3_PORT.to_string()]);
+                command
+            }
+        };
         let log = dir.path().join("log");
         let out = File::create(&log)?;
         let process = command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out).spawn()?;
         let mut store = Self { network, process, _dir: dir };
         let said = || fs::read_to_string(&log).unwrap_or_default();
-        let bucket = || ask(network, "PUT", &format!("/{BUCKET}")).map(drop);
-        wait_for_answer(&mut store.process, "moto", UP_MAX, said, bucket)?;
+        let bucket = || match ask(network, "PUT", "")? {
+            200..300 => Ok(()),
+            status => anyhow::bail!("no bucket: {status}"),
+        };
+        wait_for_answer(&mut store.process, "the object store", UP_MAX, said, bucket)?;
         Ok(store)
     }
 
@@ -58,7 +94,7 @@ impl<'a> ObjectStore<'a> {
     /// A command of a host that has the keys of the store.
     pub fn command(&self, host: u8, program: &Path) -> Command {
         let mut command = self.network.on_host(host, program);
-        command.envs(KEYS).env_remove("AWS_REGION");
+        command.env("AWS_ACCESS_KEY_ID", KEY).env("AWS_SECRET_ACCESS_KEY", SECRET).env_remove("AWS_REGION");
         command
     }
 
@@ -67,8 +103,11 @@ impl<'a> ObjectStore<'a> {
     /// # Errors
     /// A store that does not answer.
     pub fn has(&self, name: &str) -> Result<bool> {
-        let listed = ask(self.network, "GET", &format!("/{BUCKET}?list-type=2&prefix={name}"))?;
-        Ok(listed.contains(&format!("<Key>{name}</Key>")))
+        match ask(self.network, "HEAD", name)? {
+            200 => Ok(true),
+            404 => Ok(false),
+            status => anyhow::bail!("{name}: {status}"),
+        }
     }
 
     /// Removes the object of this name, if there is one.
@@ -76,7 +115,9 @@ impl<'a> ObjectStore<'a> {
     /// # Errors
     /// A store that does not answer.
     pub fn remove(&self, name: &str) -> Result<()> {
-        ask(self.network, "DELETE", &format!("/{BUCKET}/{name}")).map(drop)
+        let status = ask(self.network, "DELETE", name)?;
+        ensure!(matches!(status, 200..300 | 404), "{name}: {status}");
+        Ok(())
     }
 }
 
@@ -88,35 +129,56 @@ impl Drop for ObjectStore<'_> {
     }
 }
 
-/// Makes a request without a body where the store is, without a delay; returns the answer's body.
-fn ask(network: &Network, method: &str, path: &str) -> Result<String> {
-    let ask = || -> Result<String> {
-        network.enter("nas")?;
-        let mut stream = TcpStream::connect((NAS, S3_PORT))?;
-        write!(
-            stream,
-            "{method} {path} HTTP/1.1\r\nHost: {NAS}:{S3_PORT}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-        )?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        ensure!(answer.starts_with("HTTP/1.1 2"), "{method} {path}: {answer}");
-        Ok(answer.split_once("\r\n\r\n").context("an answer with a head")?.1.to_owned())
+/// Makes a request without a body where the store is, without a delay; returns the status of the answer.
+fn ask(network: &Network, method: &str, name: &str) -> Result<u16> {
+    let mut curl = network.command("nas", Path::new("curl"));
+    curl.args(["--silent", "--output", "/dev/null", "--write-out", "%{http_code}"]);
+    curl.args([
+        "--aws-sigv4",
+        "aws:amz:us-east-1:s3",
+        "--user",
+        &format!("{KEY}:{SECRET}"),
+        "--header",
+        EMPTY,
+    ]);
+    match method {
+        "HEAD" => curl.arg("--head"),
+        method => curl.args(["--request", method]),
     };
-    // Sockets are of the namespace of the thread that makes them.
-    thread::scope(|scope| scope.spawn(ask).join().expect("does not panic"))
+    let output =
+        curl.arg(format!("http://{NAS}:{S3_PORT}/{BUCKET}/{name}")).output().context("package curl")?;
+    ensure!(output.status.success(), "curl ended with {}", output.status);
+    Ok(String::from_utf8(output.stdout)?.parse()?)
 }
 
-/// A Python of its own with moto, which is fetched once.
-fn python() -> Result<PathBuf> {
+/// Where a program is, which `fetch` brings there once.
+fn fetched(name: &str, fetch: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
     let dir = target()?.join("tmp");
     fs::create_dir_all(&dir)?;
-    let lock = File::create(dir.join("moto.lock"))?;
+    let lock = File::create(dir.join(format!("{name}.lock")))?;
     flock(&lock, FlockOperation::LockExclusive)?;
-    let (python, is_there) = (dir.join("moto"), dir.join("moto.is-there"));
+    let (program, is_there) = (dir.join(name), dir.join(format!("{name}.is-there")));
     if !is_there.exists() {
-        must(Command::new("python3").args(["-m", "venv"]).arg(&python)).context("package python3-venv")?;
-        must(Command::new(python.join("bin/pip")).args(["install", "--quiet", MOTO]))?;
+        fetch(&program)?;
         File::create(is_there)?;
     }
-    Ok(python)
+    Ok(program)
+}
+
+fn versitygw() -> Result<PathBuf> {
+    let install = |into: &Path| {
+        must(Command::new("go").args(["install", VERSITYGW]).env("GOBIN", into))
+            .context("Go 1.26 or later")?;
+        Ok(())
+    };
+    Ok(fetched("versitygw", install)?.join("versitygw"))
+}
+
+/// In a Python of its own.
+fn moto() -> Result<PathBuf> {
+    let install = |python: &Path| {
+        must(Command::new("python3").args(["-m", "venv"]).arg(python)).context("package python3-venv")?;
+        must(Command::new(python.join("bin/pip")).args(["install", "--quiet", MOTO])).map(drop)
+    };
+    Ok(fetched("moto", install)?.join("bin/moto_server"))
 }

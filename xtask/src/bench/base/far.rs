@@ -57,7 +57,7 @@ struct Booted {
 }
 
 pub(super) fn run(options: &Options, stage: &Stage<'_>, boot: &Boot, report: &mut Report) -> Result<()> {
-    let store = ObjectStore::start(&stage.nas)?;
+    let store = ObjectStore::start(&stage.nas, options.store)?;
     let far = |prefix| Far { store: &store, stage, prefix, hosts: 0 };
     let (mut without, mut with) = (far(WITHOUT), far("with"));
     without.publish()?;

@@ -35,7 +35,7 @@ use super::server::{self, vmstrata};
 use super::shown::Shown;
 use crate::guest::swap::Swapping;
 use crate::guest::{Guest, RootImage};
-use crate::nas;
+use crate::nas::{self, StoreKind};
 use boot::Boot;
 use stage::Stage;
 use work::Work;
@@ -78,6 +78,8 @@ pub struct Options {
     pub guests: usize,
     /// By what the time is divided that the recorded guest took between its reads.
     pub speed: u32,
+    /// The object store.
+    pub store: StoreKind,
     /// What a request to the object store and its answer take on their way.
     pub far: Duration,
     /// Whether a host notes for the others what a guest reads at its start, which takes two minutes.
@@ -106,6 +108,7 @@ impl Options {
             hosts: 5,
             guests: 5,
             speed: 1,
+            store: StoreKind::Versitygw,
             far: Duration::from_millis(20),
             notes_start: true,
             swapping: Swapping { memory_mib: 256, mib: 384, rounds: 2 },
@@ -125,6 +128,7 @@ impl Options {
             hosts: 2,
             guests: 2,
             speed: 20,
+            store: StoreKind::Moto,
             far: Duration::from_millis(5),
             notes_start: false,
             swapping: Swapping { memory_mib: 96, mib: 80, rounds: 0 },
@@ -201,7 +205,11 @@ fn parameters(options: &Options, boot: &Boot) -> Vec<(String, String)> {
         ),
         named(
             "object store",
-            format!("moto, S3, in memory; behind the same wire, and {} ms", options.far.as_millis()),
+            format!(
+                "{}, S3; behind the same wire, and {} ms",
+                options.store.label(),
+                options.far.as_millis()
+            ),
         ),
         named(
             "swap",
