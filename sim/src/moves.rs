@@ -16,6 +16,7 @@ use std::time::Duration;
 use vmstrata_disk::merge::MergeFault;
 use vmstrata_disk::snapshot::list;
 use vmstrata_disk::{Disk, ErrorKind, Format, OpenOptions};
+use vmstrata_migrate::follow::Order;
 use vmstrata_migrate::{
     BackOptions, Error, FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, is_way_back, moved_to,
     source_directory,
@@ -206,15 +207,16 @@ impl Mover {
         }
         let to = self.places.other(self.disk.path());
         let rest = *self.random.pick(&[0, 16 << 10, 128 << 10, u64::MAX]);
-        let options = MoveOptions { rest, ..MoveOptions::new(to, open) };
+        let order = *self.random.pick(&Order::ALL);
+        let options = MoveOptions { rest, order, ..MoveOptions::new(to, open) };
         self.attempt("begin to move", || Moving::begin(&disk, &options))
     }
 
     /// Moves the disk to a flat copy, beside its other place.
     fn flatten(&mut self) {
         let (disk, to) = (Arc::clone(&self.disk), self.places.other(self.disk.path()).join(FLAT));
-        let options =
-            FlatOptions { to: to.clone(), open: self.options(), overwrite: false, skip_unreadable: false };
+        let (open, order) = (self.options(), *self.random.pick(&Order::ALL));
+        let options = FlatOptions { to: to.clone(), open, overwrite: false, skip_unreadable: false, order };
         let begun = self.attempt("begin to move to a flat copy", || match FlatMove::begin(&disk, &options) {
             Err(Error::Exists { .. }) => Ok(None),
             begun => begun.map(Some),
@@ -237,8 +239,8 @@ impl Mover {
     fn come_back(&mut self) {
         let is_from = |place: &&PathBuf| is_way_back(self.disk.path(), place);
         let Some(to) = self.places.0.iter().find(is_from).cloned() else { return };
-        let (disk, open) = (Arc::clone(&self.disk), self.options());
-        let options = BackOptions { to, open, skip_unreadable: false };
+        let (disk, open, order) = (Arc::clone(&self.disk), self.options(), *self.random.pick(&Order::ALL));
+        let options = BackOptions { to, open, skip_unreadable: false, order };
         let begun = self.attempt("begin to come back", || FlatMove::begin_back(&disk, &options));
         if begun.and_then(|moving| self.go_on(moving)).is_some() {
             tell("back from a flat copy");

@@ -177,6 +177,14 @@ pub enum JobSpec {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[schema(minimum = 1, maximum = 31_622_400)]
         deadline_seconds: Option<u64>,
+        /// The guest's latency may be so many percent of what it is without the move, on average and for 99 of 100 requests: so few bytes are
+        /// read at a time, and the move stops for moments to see what the guest has without it. No such limit if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(minimum = 110, maximum = 10_000)]
+        latency_percent: Option<u32>,
+        /// In which order a layer is copied; if omitted, `predicted` from a device that rotates, else `sequential`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        order: Option<MoveOrder>,
         /// Bytes a second that the job may write; no limit if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[schema(minimum = 1)]
@@ -255,6 +263,23 @@ pub enum LayerRef {
     Number(u32),
     /// Its file: any path that leads there on the server's host, an absolute one.
     File(String),
+}
+
+/// In which order a move copies.
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MoveOrder {
+    /// From the beginning to the end.
+    Sequential,
+    /// What lies nearest to the guest's last request.
+    Nearest,
+    /// What the guest uses most.
+    HotFirst,
+    /// What the guest writes least.
+    ColdFirst,
+    /// What follows the guest's last request, then what lies far from all that it uses.
+    Predicted,
 }
 
 /// Which way layers are merged.

@@ -41,7 +41,8 @@ pub use export::{
     ClientRights, ExportCounters, ExportList, ExportSpec, ExportStatus, NbdSpec, VhostUserSpec,
 };
 pub use job::{
-    JobChange, JobList, JobSpec, JobState, JobStatus, LayerRef, MergeDirection, RemoveFiles, Removed,
+    JobChange, JobList, JobSpec, JobState, JobStatus, LayerRef, MergeDirection, MoveOrder, RemoveFiles,
+    Removed,
 };
 pub use limits::{DiskLimits, HostRate, Limit};
 pub use problem::{PROBLEM_TYPE, Problem};

@@ -105,6 +105,35 @@ fn a_guest_goes_on_while_its_disk_moves_and_moves_back() {
 }
 
 #[test]
+fn a_disk_moves_in_step_with_its_guest() {
+    let host = Host::new();
+    let server = host.serve();
+    for factor in ["1", "101", "fast"] {
+        let refused = run_err(64, ["move", "web", "--to", &host.new_dir(), "--latency", factor]);
+        assert!(refused.contains("--latency"), "{refused}");
+    }
+    let asked =
+        json!({ "kind": "move", "disk": "web", "to": host.new_dir(), "latency_percent": 100 }).to_string();
+    let refused = ask(&server.control(), "POST", "/v1/jobs", &asked);
+    assert_ne!(refused.status, 201);
+    assert!(refused.json().to_string().contains("110 to 10000 percent"), "{}", refused.json());
+    let mut guest = Guest::new(&server);
+    host.write(&mut guest, "-P 1 0 4M");
+    let way = ["--latency", "1.5", "--order", "nearest"];
+    server.ask_ok(["move", "web", "--to", &host.new_dir()].into_iter().chain(way));
+    host.write(&mut guest, "-P 2 2M 4M");
+    host.assert_reads(&server);
+    // And on, to a copy without history.
+    let raw = host.images.name("old/web.raw");
+    server.ask_ok(["move", "web", "--to", &raw, "--latency", "1.5", "--order", "hot-first"]);
+    host.write(&mut guest, "-P 3 5M 4M");
+    host.assert_reads(&server);
+    guest.end();
+    assert!(server.stop().success());
+    tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &raw, &host.model]);
+}
+
+#[test]
 fn the_files_that_a_disk_came_from_go_after_a_while_and_so_do_the_states_of_the_move() {
     let host = Host::new();
     let server = host.serve();

@@ -2,38 +2,33 @@
 //!
 //! ```text
 //!   begin ─► go_on, go_on, ... ─► finish: flush, compare ─► name it: rename
-//!                │ each 64 MiB is flushed,
+//!                │ chunk by chunk, in the order of a Scheduler; up to 64 MiB of them are flushed together,
 //!                └─► and read from storage on a thread of its own, while the next are copied
 //! ```
-//!
-//! A digest covers the pieces that are not all zeros, with their offsets: two files that read the same have the same, however their holes
-//! lie.
+
+mod digest;
 
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
-use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread::{self, JoinHandle};
 
-use rustix::fs::{Advice, SeekFrom, Timespec, Timestamps};
-use rustix::io::Errno;
+use rustix::fs::{Timespec, Timestamps};
 use serde::{Deserialize, Serialize};
 use vmstrata_disk::{copy_access, unfinished_copy};
 use vmstrata_store::{FileId, Place, Planted, is_zero};
+use vmstrata_types::{GuestOffset, GuestRange};
 
+use self::digest::{CHUNK, ChunkDigest, Digest, PIECE, ReadBack, data_chunks, next_data};
 use crate::error::{Error, Result};
+use crate::follow::{Kind, Order, Scheduler};
 
-/// Bytes that are read and written at a time.
-const STEP: usize = 1 << 20;
-/// The digest has these pieces, unless they are all zeros.
-const PIECE: usize = 64 << 10;
 /// So much of the source is looked at in one step, where nothing is to be written.
 const LOOK: u64 = 64 << 20;
-/// Bytes that are read back while the next ones are copied.
+/// Bytes that are flushed and read back while the next ones are copied: so many steps, at most that.
+const REGION_STEPS: u64 = 64;
 const REGION: u64 = 64 << 20;
 
 /// Of these bytes, each block is a hole in the copy if it is all zeros, and is tried by itself where more cannot be read.
@@ -113,11 +108,14 @@ pub(crate) struct LayerCopy {
     target: File,
     /// Bytes that were there already.
     there: u64,
-    at: u64,
-    digest: blake3::Hasher,
+    /// Which chunk is next. Its offsets are those of the file.
+    scheduler: Scheduler,
+    /// What is left of the last one, and the digest of the rest of it.
+    chunk: Option<(Range<u64>, ChunkDigest)>,
+    digest: Digest,
     buffer: Vec<u8>,
-    /// Where what is read back ends.
-    region: u64,
+    /// Chunks that are not flushed.
+    unflushed: Vec<u64>,
     back: Option<ReadBack>,
     /// Bytes written.
     pub(crate) sent: u64,
@@ -137,13 +135,15 @@ pub(crate) struct Whole {
 }
 
 impl LayerCopy {
-    pub(crate) fn begin(from: &Path, to: &Path, skips: bool) -> Result<Self> {
+    pub(crate) fn begin(from: &Path, to: &Path, (order, skips): (Order, bool)) -> Result<Self> {
         let source = File::open(from).map_err(Error::of_file(from, "open the layer"))?;
         let about = source.metadata().map_err(Error::of_file(from, "examine the layer"))?;
         let part = unfinished_copy(to);
         let options = File::options().read(true).write(true).create(true).truncate(false).open(&part);
         let target = options.map_err(Error::of_file(&part, "make the copy"))?;
         let there = target.metadata().map_err(Error::of_file(&part, "examine the copy"))?.len();
+        target.set_len(about.len()).map_err(Error::of_file(&part, "set the copy's length"))?;
+        let data = data_chunks(&source, about.len()).map_err(Error::of_file(from, "look for data"))?;
         Ok(Self {
             from: from.to_owned(),
             to: to.to_owned(),
@@ -152,10 +152,11 @@ impl LayerCopy {
             part,
             target,
             there,
-            at: 0,
-            digest: blake3::Hasher::new(),
+            scheduler: Scheduler::new(order, CHUNK, data),
+            chunk: None,
+            digest: Digest::default(),
             buffer: Vec::new(),
-            region: 0,
+            unflushed: Vec::new(),
             back: None,
             sent: 0,
             skips,
@@ -163,71 +164,81 @@ impl LayerCopy {
         })
     }
 
+    /// The guest's request is at this place of the layer.
+    pub(crate) fn guest(&mut self, kind: Kind, at: u64, len: u64) {
+        self.scheduler.guest(kind, GuestRange::new(GuestOffset::new(at), len), true);
+    }
+
     /// Copies on, until about `most` bytes are written or a good deal is looked at. Returns the bytes that were written.
     pub(crate) fn go_on(&mut self, most: u64) -> Result<u64> {
         let (mut written, mut looked) = (0, 0);
         while written < most && looked < LOOK {
-            let found = next_data(&self.source, self.at).map_err(Error::at_offset(
-                &self.from,
-                "look for data",
-                self.at,
-            ))?;
-            // A layer that has grown is copied again.
-            let Some(at) = found.filter(|at| *at < self.seen.len) else {
-                self.at = self.seen.len;
-                break;
-            };
-            // Whole pieces, as holes are compared by them.
-            self.at = at - at % PIECE as u64;
-            let len =
-                STEP.min((self.seen.len - self.at) as usize).min((most - written).max(PIECE as u64) as usize);
-            let len = if len > PIECE { len - len % PIECE } else { len };
-            written += self.step(len)?;
-            looked += len as u64;
-            self.at += len as u64;
+            let Some((mut left, mut digest)) = self.chunk.take().or_else(|| self.next_chunk()) else { break };
+            let data =
+                next_data(&self.source, left.start).map_err(Error::of_file(&self.from, "look for data"))?;
+            // Whole pieces, as digests have them.
+            let data = data.map_or(left.end, |data| data - data % PIECE as u64);
+            left.start = data.clamp(left.start, left.end);
+            let wanted = (most - written).next_multiple_of(PIECE as u64);
+            let part = left.start..left.end.min(left.start + wanted);
+            looked += part.end - part.start;
+            left.start = part.end;
+            if !part.is_empty() {
+                written += self.step(part, &mut digest)?;
+            }
+            if left.is_empty() {
+                let at = left.end - 1 - (left.end - 1) % CHUNK;
+                self.digest.put(at, &digest);
+                self.unflushed.push(at);
+            } else {
+                self.chunk = Some((left, digest));
+            }
         }
         self.sent += written;
-        if self.at >= self.region + REGION {
-            self.region = self.at;
+        let region = most.saturating_mul(REGION_STEPS).min(REGION);
+        if self.unflushed.len() as u64 * CHUNK >= region {
             self.read_back()?;
         }
         Ok(written)
+    }
+
+    /// A layer that has grown is copied again.
+    fn next_chunk(&mut self) -> Option<(Range<u64>, ChunkDigest)> {
+        let range = self.scheduler.next_chunk()?.range;
+        Some((range.start.get()..range.end().get().min(self.seen.len), ChunkDigest::default()))
     }
 
     /// Has what was copied so far read back. Flushed here, it goes to storage while what was copied before comes from there.
     fn read_back(&mut self) -> Result<()> {
         self.target.sync_data().map_err(Error::of_file(&self.part, "flush the copy"))?;
         if self.back.is_none() {
-            let begun = self.target.try_clone().and_then(ReadBack::begin);
+            let begun = self.target.try_clone().and_then(|file| ReadBack::begin(file, self.seen.len));
             self.back = Some(begun.map_err(Error::of_file(&self.part, "read the copy back"))?);
         }
-        self.back.as_ref().expect("it was begun").until(self.region);
+        self.back.as_ref().expect("it was begun").read(std::mem::take(&mut self.unflushed));
         Ok(())
     }
 
     /// Whether all of the source is read.
     pub(crate) fn is_read(&self) -> bool {
-        self.at >= self.seen.len
+        self.chunk.is_none() && self.scheduler.left() == 0
     }
 
-    fn step(&mut self, len: usize) -> Result<u64> {
-        self.buffer.resize(len, 0);
+    fn step(&mut self, part: Range<u64>, digest: &mut ChunkDigest) -> Result<u64> {
+        let (begin, len) = (part.start, part.end - part.start);
         let mut buffer = std::mem::take(&mut self.buffer);
+        buffer.resize(len as usize, 0);
         let read = |into: &mut [u8], at| self.source.read_exact_at(into, at);
         if self.skips {
-            self.unreadable.extend(read_around(&self.from, &mut buffer, self.at, read));
+            self.unreadable.extend(read_around(&self.from, &mut buffer, begin, read));
         } else {
-            read(&mut buffer, self.at).map_err(Error::at_offset(&self.from, "read the layer", self.at))?;
+            read(&mut buffer, begin).map_err(Error::at_offset(&self.from, "read the layer", begin))?;
         }
-        for (number, piece) in buffer.chunks(PIECE).enumerate() {
-            if !is_zero(piece) {
-                digest_piece(&mut self.digest, self.at + (number * PIECE) as u64, piece);
-            }
-        }
-        let known = self.there.saturating_sub(self.at).min(len as u64) as usize;
+        digest.add(begin, &buffer);
+        let known = self.there.saturating_sub(begin).min(len) as usize;
         let mut old = vec![0; known];
-        let read = read_padded(&self.target, &mut old, self.at);
-        read.map_err(Error::at_offset(&self.part, "read the copy", self.at))?;
+        let read = self.target.read_exact_at(&mut old, begin);
+        read.map_err(Error::at_offset(&self.part, "read the copy", begin))?;
         let is_there = |at: usize, block: &[u8]| match old.get(at..at + block.len()) {
             Some(old) => old == block,
             // Where the copy ends, what is past its end counts, too.
@@ -235,7 +246,7 @@ impl LayerCopy {
         };
         let mut written = 0;
         for run in runs(&buffer, is_there) {
-            let at = self.at + run.start as u64;
+            let at = begin + run.start as u64;
             let wrote = self.target.write_all_at(&buffer[run.clone()], at);
             wrote.map_err(Error::at_offset(&self.part, "write the copy", at))?;
             written += run.len() as u64;
@@ -251,20 +262,15 @@ impl LayerCopy {
         if Seen::of(&about) != self.seen || !is_same {
             return Err(Error::Changed { layer: self.from.clone() });
         }
-        let part = &self.part;
-        self.target.set_len(self.seen.len).map_err(Error::of_file(part, "set the copy's length"))?;
+        let part = &self.part.clone();
         copy_access(&self.from, &self.target)?;
         // An index is first compared by time.
         let modified = Timespec { tv_sec: self.seen.modified.0, tv_nsec: self.seen.modified.1 };
         let times = Timestamps { last_access: modified, last_modification: modified };
         rustix::fs::futimens(&self.target, &times).map_err(Error::of_file(part, "set the copy's time"))?;
         self.flush()?;
-        let digest = self.digest.finalize().to_hex().to_string();
-        let back = self.back.take().map_or_else(|| Ok(Digest::default()), ReadBack::end);
-        let read = back
-            .and_then(|digest| digest.read_back(&self.target, self.seen.len))
-            .map_err(Error::of_file(part, "read the copy back"))?
-            .text();
+        let digest = self.digest.text();
+        let read = self.read_rest().map_err(Error::of_file(part, "read the copy back"))?.text();
         if read != digest {
             let error = if self.there > 0 {
                 // What an earlier copy of another layer had where this one has holes.
@@ -282,6 +288,14 @@ impl LayerCopy {
             source: Source::of(&about),
             unreadable: std::mem::take(&mut self.unreadable),
         })
+    }
+
+    /// The digest of all that the flushed copy holds.
+    fn read_rest(&mut self) -> io::Result<Digest> {
+        let mut read = self.back.take().map_or_else(|| Ok(Digest::default()), ReadBack::end)?;
+        read.read_back(&self.target, self.seen.len, &self.unflushed)?;
+        read.read_others(&self.target, self.seen.len)?;
+        Ok(read)
     }
 
     fn flush(&self) -> Result<()> {
@@ -324,107 +338,8 @@ fn runs(buffer: &[u8], is_there: impl Fn(usize, &[u8]) -> bool) -> Vec<Range<usi
 
 /// The digest of the file at `path`.
 pub(crate) fn digest_at(path: &Path) -> Result<String> {
-    let read = || {
-        let file = File::open(path)?;
-        let len = file.metadata()?.len();
-        Ok(Digest::default().read(&file, len)?.text())
-    };
-    read().map_err(Error::of_file::<io::Error>(path, "read"))
-}
-
-/// The digest of a file as far as it was read.
-#[derive(Debug, Default)]
-struct Digest {
-    pieces: blake3::Hasher,
-    at: u64,
-}
-
-impl Digest {
-    /// Reads on, up to `end`.
-    fn read(mut self, file: &File, end: u64) -> io::Result<Self> {
-        let mut buffer = vec![0; STEP];
-        while let Some(data) = next_data(file, self.at)?.filter(|data| *data < end) {
-            self.at = data - data % PIECE as u64;
-            let step = STEP.min((end - self.at) as usize);
-            file.read_exact_at(&mut buffer[..step], self.at)?;
-            for (number, piece) in buffer[..step].chunks(PIECE).enumerate() {
-                if !is_zero(piece) {
-                    digest_piece(&mut self.pieces, self.at + (number * PIECE) as u64, piece);
-                }
-            }
-            self.at += step as u64;
-        }
-        self.at = end;
-        Ok(self)
-    }
-
-    /// The same of bytes that are on stable storage, from there: what is in memory proves nothing.
-    fn read_back(self, file: &File, end: u64) -> io::Result<Self> {
-        let _ = rustix::fs::fadvise(file, self.at, NonZeroU64::new(end - self.at), Advice::DontNeed);
-        self.read(file, end)
-    }
-
-    fn text(&self) -> String {
-        self.pieces.finalize().to_hex().to_string()
-    }
-}
-
-/// Reads a copy back while it grows.
-#[derive(Debug)]
-struct ReadBack {
-    ends: SyncSender<u64>,
-    thread: JoinHandle<io::Result<Digest>>,
-}
-
-impl ReadBack {
-    fn begin(file: File) -> io::Result<Self> {
-        let (ends, asked): (_, Receiver<u64>) = sync_channel(1);
-        let read =
-            move || asked.into_iter().try_fold(Digest::default(), |digest, end| digest.read_back(&file, end));
-        let thread = thread::Builder::new().name("move-read-back".to_owned()).spawn(read)?;
-        Ok(Self { ends, thread })
-    }
-
-    /// Everything before `end` is on storage. Waits until most of it is read. What goes wrong, [`ReadBack::end`] reports.
-    fn until(&self, end: u64) {
-        let _ = self.ends.send(end);
-    }
-
-    fn end(self) -> io::Result<Digest> {
-        drop(self.ends);
-        self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    }
-}
-
-fn digest_piece(digest: &mut blake3::Hasher, at: u64, piece: &[u8]) {
-    digest.update(&at.to_le_bytes());
-    digest.update(piece);
-}
-
-/// Where data begins at or past `at`; `None` when there is none. A file system that knows no holes has data everywhere.
-fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
-    match rustix::fs::seek(file, SeekFrom::Data(at)) {
-        Ok(found) => Ok(Some(found)),
-        Err(Errno::NXIO) => Ok(None),
-        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok((at < file.metadata()?.len()).then_some(at)),
-        Err(errno) => Err(errno.into()),
-    }
-}
-
-fn read_padded(file: &File, mut into: &mut [u8], mut at: u64) -> io::Result<()> {
-    while !into.is_empty() {
-        match file.read_at(into, at)? {
-            0 => {
-                into.fill(0);
-                break;
-            }
-            read => {
-                into = &mut into[read..];
-                at += read as u64;
-            }
-        }
-    }
-    Ok(())
+    let digest = File::open(path).and_then(|file| Digest::of(&file));
+    Ok(digest.map_err(Error::of_file(path, "read"))?.text())
 }
 
 /// Brings a file that may be another's to stable storage, with its name.
@@ -447,6 +362,9 @@ pub fn allocated(path: &Path) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use rand::rngs::SmallRng;
+    use rand::{Rng as _, SeedableRng as _};
+
     use super::*;
 
     /// As of a layer with scattered blocks of a guest, whose other blocks are holes.
@@ -459,7 +377,7 @@ mod tests {
         for number in 0..100 {
             layer.write_all_at(&[number as u8 + 1; BLOCK], number * 10 * BLOCK as u64).unwrap();
         }
-        let mut copy = LayerCopy::begin(&from, &to, false).unwrap();
+        let mut copy = LayerCopy::begin(&from, &to, (Order::Sequential, false)).unwrap();
         while !copy.is_read() {
             copy.go_on(1 << 20).unwrap();
         }
@@ -467,6 +385,67 @@ mod tests {
         copy.name(|_| Ok(false)).unwrap();
         assert!(allocated(&to) < 16 * 100 * BLOCK as u64);
         assert!(fs::read(&from).unwrap() == fs::read(&to).unwrap());
+    }
+
+    /// A layer of 24 chunks and a part of one: some are holes, some are zeros, some have a little.
+    fn layer_at(path: &Path, random: &mut SmallRng) {
+        let layer = File::create(path).unwrap();
+        layer.set_len(24 * CHUNK + 12_345).unwrap();
+        for chunk in 0..24 {
+            let len = [0, 0, BLOCK, 300_000, CHUNK as usize][random.random_range(0..5)];
+            let bytes = vec![u8::from(random.random_bool(0.8)) * 7; len];
+            layer.write_all_at(&bytes, chunk * CHUNK + random.random_range(0..=CHUNK - len as u64)).unwrap();
+        }
+        layer.write_all_at(b"the end", 24 * CHUNK + 12_338).unwrap();
+    }
+
+    /// Steps of any size, with a guest here and there. Returns the bytes written.
+    fn steps(copy: &mut LayerCopy, random: &mut SmallRng, steps: usize) -> u64 {
+        let mut written = 0;
+        for _ in 0..steps {
+            if copy.is_read() {
+                break;
+            }
+            copy.guest(Kind::Read, random.random_range(0..25 * CHUNK), 4096);
+            written += copy.go_on(random.random_range(1..2 * CHUNK)).unwrap();
+        }
+        written
+    }
+
+    #[test]
+    fn a_copy_in_any_order_goes_on_in_any_other() {
+        let mut random = SmallRng::seed_from_u64(7);
+        let others = Order::ALL.into_iter().cycle().skip(2);
+        for (order, other) in Order::ALL.into_iter().zip(others) {
+            let dir = tempfile::tempdir().unwrap();
+            let (from, to) = (dir.path().join("layer"), dir.path().join("copy"));
+            layer_at(&from, &mut random);
+            let mut killed = LayerCopy::begin(&from, &to, (order, false)).unwrap();
+            let sent = steps(&mut killed, &mut random, 8);
+            drop(killed);
+            let mut copy = LayerCopy::begin(&from, &to, (other, false)).unwrap();
+            let rest = steps(&mut copy, &mut random, usize::MAX);
+            let whole = copy.finish().unwrap();
+            copy.name(|_| Ok(false)).unwrap();
+            let bytes = fs::read(&from).unwrap();
+            assert!(bytes == fs::read(&to).unwrap(), "{order:?}, then {other:?}");
+            let blocks = bytes.chunks(BLOCK).filter(|block| !is_zero(block)).count() as u64;
+            assert!(sent + rest <= blocks * BLOCK as u64, "nothing is sent twice: {sent} and {rest}");
+            assert_eq!((digest_at(&to).unwrap(), whole.sent), (whole.digest, rest));
+        }
+    }
+
+    /// Such as what an earlier copy of another layer left.
+    #[test]
+    fn what_lies_in_a_hole_of_the_layer_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let (from, to) = (dir.path().join("layer"), dir.path().join("copy"));
+        File::create(&from).unwrap().set_len(4 * CHUNK).unwrap();
+        fs::write(unfinished_copy(&to), vec![1; 2 * CHUNK as usize]).unwrap();
+        let mut copy = LayerCopy::begin(&from, &to, (Order::Nearest, false)).unwrap();
+        assert!(copy.is_read());
+        assert!(matches!(copy.finish(), Err(Error::Changed { .. })));
+        assert!(!unfinished_copy(&to).exists());
     }
 
     #[test]

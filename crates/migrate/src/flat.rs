@@ -30,20 +30,22 @@ use vmstrata_types::{GuestOffset, GuestRange};
 
 use crate::copy::{Unreadable, allocated};
 use crate::error::{Error, Result};
+use crate::follow::{Order, Scheduler};
 use crate::moving::{Move, Phase, Report};
-use copy::{Copy, How, PART, PIECE, Wanted};
+use crate::requests::{Observed, Requests};
+use copy::{Copy, How, PART, PIECE};
 
 pub use back::{BackOptions, is_way_back};
 pub use leave::FlatOptions;
 
 /// Bytes that are flushed and read back together.
 const BATCH: u64 = 256 << 20;
-/// So much is looked at in one step, where nothing is to be written.
-const LOOK: u64 = 64 << 20;
-/// The same of what is known to be zeros.
+/// What is known to be zeros is zeroed by so much in one step.
 const ZERO_STEP: u64 = 1 << 30;
-/// Extents that are asked for at a time.
+/// Extents that are looked at in one step.
 const EXTENTS: usize = 4096;
+/// See [`Scheduler`].
+const CHUNK: u64 = 1 << 20;
 /// For how long copying what is left may hold writes, as planned.
 const HELD: Duration = Duration::from_millis(4);
 /// So little is left at a switch in any case.
@@ -98,6 +100,8 @@ pub struct FlatMove {
     copy: Option<Copy>,
     /// Of the first pass.
     how: How,
+    order: Order,
+    observed: Observed,
     /// `None` until the first begins.
     pass: Option<Pass>,
     /// Bytes a second that were copied in the last pass that tells.
@@ -124,11 +128,13 @@ struct Pass {
     how: How,
     /// What is copied.
     state: Arc<Disk>,
-    /// The first one has all of the disk, from here on.
+    /// The first one looks at all of the disk, from here on, before it copies.
     next: Option<GuestOffset>,
-    /// What it has found, the last bytes first.
-    wanted: Vec<Wanted>,
-    /// Bytes that it began with, as far as they were counted then, and those that are done.
+    /// What it has found to be zeros.
+    zeros: Vec<GuestRange>,
+    /// What it reads.
+    left: Scheduler,
+    /// Bytes that it began with, as far as they were counted then.
     bytes: u64,
     done: u64,
     began: Instant,
@@ -136,46 +142,61 @@ struct Pass {
 
 impl Pass {
     /// Over all of a state, of about so many bytes.
-    fn of_all((state, bytes): (Arc<Disk>, u64), how: How) -> Self {
-        let (next, began) = (Some(GuestOffset::ZERO), Instant::now());
-        Self { number: 0, how, state, next, wanted: Vec::new(), bytes, done: 0, began }
+    fn of_all((state, bytes): (Arc<Disk>, u64), how: How, order: Order) -> Self {
+        let (left, next) = (Scheduler::new(order, CHUNK, []), Some(GuestOffset::ZERO));
+        let (zeros, began) = (Vec::new(), Instant::now());
+        Self { number: 0, how, state, next, zeros, left, bytes, done: 0, began }
     }
 
     /// Over ranges of a state.
-    fn of_ranges(number: u32, (state, ranges): (Arc<Disk>, Vec<GuestRange>)) -> Self {
+    fn of_ranges(number: u32, (state, ranges): (Arc<Disk>, Vec<GuestRange>), order: Order) -> Self {
         let bytes = bytes_of(&ranges);
-        let wanted = ranges.into_iter().rev().map(|range| Wanted { range, reads_zero: false }).collect();
-        Self { number, how: How::AGAIN, state, next: None, wanted, bytes, done: 0, began: Instant::now() }
+        let left = Scheduler::new(order, CHUNK, ranges);
+        let (zeros, began) = (Vec::new(), Instant::now());
+        Self { number, how: How::AGAIN, state, next: None, zeros, left, bytes, done: 0, began }
     }
 
-    /// The next bytes of the pass: at most so many, if they must be read.
-    fn next(&mut self, most: u64) -> Result<Option<Wanted>> {
-        let How { compares, zeroes } = self.how;
-        let size = self.state.size();
-        while self.wanted.is_empty() {
-            let Some(next) = self.next.filter(|next| next.get() < size) else { return Ok(None) };
-            let rest = GuestRange::new(next, size - next.get());
-            let extents = self.state.extents(rest, EXTENTS)?;
-            self.next = extents.last().map(|last| last.range.end());
-            let wanted = extents
-                .into_iter()
-                .map(|extent| Wanted { range: extent.range, reads_zero: extent.kind.reads_zero() })
-                .filter(|wanted| zeroes || !wanted.reads_zero);
-            self.wanted.extend(wanted);
-            self.wanted.reverse();
+    /// Looks at the next extents of the first pass. Returns whether there were any.
+    fn look(&mut self, copy: &Copy) -> Result<bool> {
+        let (How { compares, zeroes }, size) = (self.how, self.state.size());
+        let Some(next) = self.next.take().filter(|next| next.get() < size) else { return Ok(false) };
+        let rest = GuestRange::new(next, size - next.get());
+        let extents = self.state.extents(rest, EXTENTS)?;
+        self.next = extents.last().map(|last| last.range.end());
+        for extent in extents {
+            match extent.kind.reads_zero() {
+                false => self.left.add(extent.range),
+                // Where the copy has a hole, too, there is nothing to compare.
+                true if compares => copy.held(extent.range).for_each(|range| self.left.add(range)),
+                true if zeroes => self.zeros.push(extent.range),
+                true => {}
+            }
         }
-        let wanted = self.wanted.last_mut().expect("it is not empty");
-        let Wanted { range, reads_zero } = *wanted;
-        let most = if reads_zero && !compares { ZERO_STEP } else { most };
-        let part = GuestRange::new(range.start, range.len.min(most));
-        wanted.range = GuestRange::new(part.end(), range.len - part.len);
-        if wanted.range.len == 0 {
-            self.wanted.pop();
+        Ok(true)
+    }
+
+    /// The next bytes that are zeroed.
+    fn next_zeros(&mut self) -> Option<GuestRange> {
+        let last = self.zeros.last_mut()?;
+        let part = GuestRange::new(last.start, last.len.min(ZERO_STEP));
+        *last = GuestRange::new(part.end(), last.len - part.len);
+        if last.len == 0 {
+            self.zeros.pop();
         }
-        if !reads_zero {
-            self.done += part.len;
+        Some(part)
+    }
+
+    /// The next bytes that are read: about so many, in parts that are read at the same time.
+    fn next_parts(&mut self, most: u64) -> Vec<GuestRange> {
+        let (mut parts, mut read) = (Vec::new(), 0);
+        while read < most
+            && let Some(next) = self.left.next((most - read).max(PIECE as u64).min(PART))
+        {
+            read += next.range.len;
+            parts.push(next.range);
         }
-        Ok(Some(Wanted { range: part, reads_zero }))
+        self.done += read;
+        parts
     }
 }
 
@@ -184,7 +205,7 @@ impl FlatMove {
         (disk, from, to): (&Arc<Disk>, PathBuf, PathBuf),
         way: Box<dyn Way>,
         copy: Copy,
-        (how, skips): (How, bool),
+        (how, order, skips): (How, Order, bool),
     ) -> Self {
         Self {
             disk: Arc::clone(disk),
@@ -195,6 +216,8 @@ impl FlatMove {
             way,
             copy: Some(copy),
             how,
+            order,
+            observed: Observed::of(disk),
             pass: None,
             rate: 0,
             pace: None,
@@ -234,7 +257,7 @@ impl FlatMove {
 
     fn next_pass(&mut self) -> Result<()> {
         let Some(Pass { number, state, .. }) = self.pass.take() else { return Ok(()) };
-        self.pass = Some(Pass::of_ranges(number + 1, self.way.again(&state)?));
+        self.pass = Some(Pass::of_ranges(number + 1, self.way.again(&state)?, self.order));
         Ok(())
     }
 
@@ -300,34 +323,38 @@ impl Move for FlatMove {
         if self.phase == Phase::Whole {
             return Ok(0);
         }
+        self.observed.begin();
         if self.disk.size() != self.size {
             return Err(self.refused("its size has changed since the move began: begin again"));
         }
         let (Some(pass), Some(copy)) = (&mut self.pass, &mut self.copy) else {
-            self.pass = Some(Pass::of_all(self.way.all()?, self.how));
+            self.pass = Some(Pass::of_all(self.way.all()?, self.how, self.order));
             return Ok(0);
         };
         if copy.taken.bytes >= BATCH {
             copy.finish()?;
         }
-        let (mut parts, mut read, mut looked, how) = (Vec::new(), 0, 0, pass.how);
-        let mut is_over = false;
-        while read < most && looked < LOOK && !is_over {
-            match pass.next((most - read).max(PIECE as u64).min(PART))? {
-                Some(part) => {
-                    looked += part.range.len;
-                    read += if part.reads_zero && !how.compares { 0 } else { part.range.len };
-                    parts.push(part);
-                }
-                None => is_over = true,
-            }
+        if let Some(zeros) = pass.next_zeros() {
+            return copy.take_zeros(zeros);
         }
-        let written = copy.take(&pass.state, parts, how)?;
+        if pass.look(copy)? {
+            return Ok(0);
+        }
+        for (kind, range) in self.observed.requests.take_places() {
+            pass.left.guest(kind, range, true);
+        }
+        let parts = pass.next_parts(most);
+        let is_over = parts.is_empty();
+        let written = copy.take(&pass.state, parts, pass.how)?;
         if is_over {
             copy.finish()?;
             self.end_pass()?;
         }
         Ok(written)
+    }
+
+    fn requests(&self) -> &Requests {
+        &self.observed.requests
     }
 }
 

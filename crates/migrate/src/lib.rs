@@ -19,19 +19,23 @@
 
 mod chain;
 mod copy;
+mod device;
 mod error;
 mod flat;
 pub mod follow;
 mod journal;
 mod moving;
+mod requests;
 mod schedule;
 
 pub use chain::{Plan, PlannedLayer};
 pub use copy::{Unreadable, allocated};
+pub use device::order_for;
 pub use error::{Error, Result};
 pub use flat::{BackOptions, FlatMove, FlatOptions, is_flat, is_way_back};
 pub use journal::{Moved, came_from, moved_to, source_directory};
 pub use moving::{Move, MoveOptions, Moving, Phase, Report};
+pub use requests::{Requests, Timed};
 pub use schedule::Schedule;
 
 #[cfg(doc)]

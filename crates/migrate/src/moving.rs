@@ -13,15 +13,18 @@ use vmstrata_disk::snapshot::{
     MOVE_LABEL, SnapshotInfo, frozen_path, move_holds, note_left, now_ns, rename_backing,
 };
 use vmstrata_disk::{
-    Disk, Format, LocalFiles, NewHome, OpenOptions, Opener as _, Role, directory_of, own_clusters,
+    Disk, Extent, Format, LocalFiles, NewHome, OpenOptions, Opener as _, Role, directory_of, own_clusters,
     probe_layer, remove_second_name,
 };
 use vmstrata_store::{FileId, Gate, Planted};
+use vmstrata_types::GuestRange;
 
 use crate::chain::{Plan, PlannedLayer, check_room, names_of};
 use crate::copy::{LayerCopy, Source, Unreadable, Whole, allocated, digest_at, flush_directory, flush_file};
 use crate::error::{Error, Result};
+use crate::follow::Order;
 use crate::journal::{Copied, Journal, forget_moved, half_moved, note_moved};
+use crate::requests::{Observed, Requests};
 use crate::schedule::Growth;
 
 /// Files, and bytes of them, that are flushed and read back together.
@@ -45,6 +48,8 @@ pub struct MoveOptions {
     pub skip_unreadable: bool,
     /// So many bytes may be left when the guest begins to write to the target.
     pub rest: u64,
+    /// In which order the chunks of a layer are copied. Layers are copied from the lowest up.
+    pub order: Order,
 }
 
 impl MoveOptions {
@@ -55,7 +60,8 @@ impl MoveOptions {
 
     /// To a directory, as is usual.
     pub fn new(to: PathBuf, open: OpenOptions) -> Self {
-        Self { to, keep: Self::KEEP, open, skip_unreadable: false, rest: 64 << 20 }
+        let order = Order::Sequential;
+        Self { to, keep: Self::KEEP, open, skip_unreadable: false, rest: 64 << 20, order }
     }
 }
 
@@ -163,6 +169,9 @@ pub trait Move: fmt::Debug + Send {
     /// # Errors
     /// Whatever stands in the way; the disk is sound.
     fn step(&mut self, most: u64) -> Result<u64>;
+
+    /// What the guest does meanwhile.
+    fn requests(&self) -> &Requests;
 }
 
 /// A move to another directory. What failed can be tried again.
@@ -184,6 +193,8 @@ pub struct Moving {
     /// See [`MoveOptions`].
     skips: bool,
     rest: u64,
+    order: Order,
+    observed: Observed,
     /// Bytes of the layer that was frozen last.
     frozen_bytes: Option<u64>,
     /// Bytes written by this process.
@@ -213,7 +224,9 @@ impl Moving {
         }
         if let Some(moving) = Self::resume(disk, &options.open)? {
             return match moving.phase() {
-                _ if moving.directory == directory => Ok(Self { skips: options.skip_unreadable, ..moving }),
+                _ if moving.directory == directory => {
+                    Ok(Self { skips: options.skip_unreadable, order: options.order, ..moving })
+                }
                 Phase::Whole => {
                     moving.leave_source()?;
                     Self::begin(disk, options)
@@ -253,6 +266,7 @@ impl Moving {
         tracing::info!(disk = %from.display(), to = %to.display(), bytes = plan.1.bytes(), "moves");
         let mut moving = Self::new(disk, &options.open, (to, directory), journal);
         (moving.plan, moving.rest, moving.skips) = (plan, options.rest, options.skip_unreadable);
+        moving.order = options.order;
         moving.growth = Growth::since(0, allocated(disk.path()));
         moving.forget_changed();
         Ok(moving)
@@ -318,6 +332,8 @@ impl Moving {
             finishing: None,
             skips: false,
             rest: 0,
+            order: Order::Sequential,
+            observed: Observed::of(disk),
             frozen_bytes: None,
             sent: 0,
             growth: Growth::default(),
@@ -367,11 +383,13 @@ impl Move for Moving {
     }
 
     fn step(&mut self, most: u64) -> Result<u64> {
+        self.observed.begin();
         if self.phase() == Phase::Rest && !self.journal.has_switched {
             flush_directory(&directory_of(&self.journal.from))?;
             self.journal.add_switched()?;
         }
         if let Some((layer, mut copy)) = self.current.take() {
+            self.follow(&mut copy);
             // A copy that is given up here is found again by its file.
             let bytes = copy.go_on(most)?;
             self.sent += bytes;
@@ -403,9 +421,32 @@ impl Move for Moving {
         }
         Ok(0)
     }
+
+    fn requests(&self) -> &Requests {
+        &self.observed.requests
+    }
 }
 
 impl Moving {
+    /// Shows a copy where in its layer the guest's requests are. Places that cannot be found say nothing.
+    fn follow(&self, copy: &mut LayerCopy) {
+        if self.order == Order::Sequential {
+            return;
+        }
+        let places = self.observed.requests.take_places();
+        let layers = if places.is_empty() { Vec::new() } else { self.disk.layers() };
+        for (kind, range) in places {
+            let first = GuestRange::new(range.start, range.len.min(1));
+            let found = self.disk.extents_by_place(first, 1);
+            let Ok([Extent { layer: Some(layer), host: Some(host), .. }]) = found.as_deref() else {
+                continue;
+            };
+            if layers.get(layer.index()).is_some_and(|layer| layer.path == copy.from) {
+                copy.guest(kind, host.get(), range.len);
+            }
+        }
+    }
+
     fn next_layer(&self) -> Option<PlannedLayer> {
         let is_read = |layer: &PlannedLayer| {
             let finishing = self.finishing.iter().flat_map(|finishing| &finishing.layers);
@@ -424,7 +465,7 @@ impl Moving {
                 continue;
             }
             let Ok(there) = to.symlink_metadata() else {
-                let copy = LayerCopy::begin(&layer.from, &to, self.skips)?;
+                let copy = LayerCopy::begin(&layer.from, &to, (self.order, self.skips))?;
                 self.current = Some((layer, copy));
                 return Ok(());
             };

@@ -18,6 +18,7 @@ use crate::common::{open_with, random, scratch};
 use rand::Rng as _;
 use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{CreateOptions, Disk, Format, OpenOptions, ResourceOptions, Resources, Together, create};
+use vmstrata_migrate::follow::Order;
 use vmstrata_migrate::{Error, FlatMove, FlatOptions, Move as _, Moved, Phase, moved_to};
 use vmstrata_nbd::Files;
 use vmstrata_store::FaultPlan;
@@ -45,7 +46,13 @@ pub(crate) fn disk_in(dir: &Path) -> (PathBuf, Arc<Disk>, Vec<u8>) {
 }
 
 pub(crate) fn options(to: &Path) -> FlatOptions {
-    FlatOptions { to: to.to_owned(), open: OpenOptions::default(), overwrite: false, skip_unreadable: false }
+    FlatOptions {
+        to: to.to_owned(),
+        open: OpenOptions::default(),
+        overwrite: false,
+        skip_unreadable: false,
+        order: Order::Predicted,
+    }
 }
 
 pub(crate) fn finish(moving: &mut FlatMove) -> u64 {

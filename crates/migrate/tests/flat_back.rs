@@ -10,11 +10,12 @@ use crate::common::stock::{assert_clean, content};
 use crate::flat::{BLOCK, Server, disk_in, fail_each_operation, finish, move_under_a_guest, options};
 use vmstrata_disk::snapshot::list;
 use vmstrata_disk::{Disk, Format, OpenOptions, Shrink};
+use vmstrata_migrate::follow::Order;
 use vmstrata_migrate::{BackOptions, Error, FlatMove, FlatOptions, Move as _, Moved, is_way_back, moved_to};
 
 fn back_to(path: &Path) -> BackOptions {
     let open = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
-    BackOptions { to: path.to_owned(), open, skip_unreadable: false }
+    BackOptions { to: path.to_owned(), open, skip_unreadable: false, order: Order::HotFirst }
 }
 
 fn flatten(disk: &Arc<Disk>, to: &Path) {

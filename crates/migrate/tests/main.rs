@@ -4,4 +4,5 @@
 mod common;
 mod flat;
 mod flat_back;
+mod follow;
 mod moving;

@@ -16,6 +16,7 @@ use rand::Rng as _;
 use vmstrata_disk::merge::{Direction, Merge, MergeOptions, MergeRange, Removal};
 use vmstrata_disk::snapshot::{self, SnapshotInfo, list};
 use vmstrata_disk::{Disk, NewHome, OpenOptions};
+use vmstrata_migrate::follow::Order;
 use vmstrata_migrate::{Error, FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, source_directory};
 use vmstrata_types::LayerIndex;
 
@@ -27,7 +28,8 @@ const ORDERS: &str = "VMSTRATA_TEST_MOVE_CHILD";
 const SWITCHED: &str = "switched";
 
 fn options(to: &Path) -> MoveOptions {
-    MoveOptions { rest: 64 << 10, ..MoveOptions::new(to.to_owned(), OpenOptions::default()) }
+    let order = Order::Predicted;
+    MoveOptions { rest: 64 << 10, order, ..MoveOptions::new(to.to_owned(), OpenOptions::default()) }
 }
 
 fn named(name: &str) -> SnapshotInfo {
@@ -456,7 +458,8 @@ fn what_a_killed_switch_left_goes_wherever_the_disk_moves_next() {
         fs::create_dir(&third).unwrap();
         if is_flat {
             let (to, open) = (third.join("web.raw"), OpenOptions::default());
-            let options = FlatOptions { to, open, overwrite: false, skip_unreadable: false };
+            let options =
+                FlatOptions { to, open, overwrite: false, skip_unreadable: false, order: Order::Nearest };
             finish(&mut FlatMove::begin(&disk, &options).unwrap());
         } else {
             finish(&mut Moving::begin(&disk, &options(&third)).unwrap());

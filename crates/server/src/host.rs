@@ -51,6 +51,7 @@ use self::attach::BeingAttached;
 use self::caches::Caches;
 use self::exports::{Export, State};
 pub use self::jobs::merge_options;
+pub use self::moving::move_order;
 use self::reconcile::Wait;
 pub(crate) use self::report::Counted;
 use self::report::Counts;

@@ -29,7 +29,7 @@ use vmstrata_job::{Change, Job, State, Step, Work};
 pub(crate) use self::attach::{Attached, TIER_ATTACH, TierAttach};
 pub(crate) use self::index_build::{INDEX_BUILD, IndexBuild};
 pub(crate) use self::merging::{DEFAULT_LIMIT, FLATTEN, MERGE, Merging, SNAPSHOT_DELETE};
-pub(crate) use self::moving::{DiskMove, MOVE};
+pub(crate) use self::moving::{Care, DiskMove, MOVE};
 pub(crate) use self::rebase::{DiskRebase, REBASE, Rebased, left_of, may_be_of_rebase};
 pub(crate) use self::replica::{REPLICA_FILL, REPLICA_SCRUB, ReplicaWalk};
 use crate::audit::{Audit, What};

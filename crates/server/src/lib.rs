@@ -47,7 +47,7 @@ pub use agent::{AgentFault, thaw_guard};
 pub use audit::{Audit, What};
 pub use control::{is_managers, openapi};
 pub use error::{Error, NotClean, RuntimeDirFault, SocketFault};
-pub use host::{Host, merge_options};
+pub use host::{Host, merge_options, move_order};
 pub use options::{ControlPlace, Limits, LogFormat, Options, TlsFiles};
 pub use preflight::preflight;
 pub use run::run;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
+use vmstrata_api::MoveOrder;
 
 use super::control::ControlArgs;
 use super::snapshot::AccessArgs;
@@ -21,12 +22,27 @@ pub struct MoveHowArgs {
     /// Be over after so long, as in 2h: it writes no faster than it must for that
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub deadline: Option<Duration>,
+    /// Keep the guest's latency within so many times what it is without the move, as in 1.5: fewer bytes are read at a time
+    #[arg(long, value_name = "FACTOR", value_parser = parse_latency)]
+    pub latency: Option<u32>,
+    /// Copy a layer in this order [default: predicted from a device that rotates, else sequential]
+    #[arg(long, value_name = "ORDER")]
+    pub order: Option<MoveOrder>,
     /// Go on where the disk cannot be read: the copy has zeros there, and each place is listed
     #[arg(long)]
     pub skip_unreadable: bool,
     /// Say what would be copied, and copy nothing
     #[arg(long)]
     pub dry_run: bool,
+}
+
+/// A factor above 1, in percent.
+fn parse_latency(text: &str) -> Result<u32, String> {
+    let factor: f64 = text.parse().map_err(|_| format!("{text}: that is no number"))?;
+    if (1.1..=100.0).contains(&factor) {
+        return Ok((factor * 100.0).round() as u32);
+    }
+    Err(format!("{text}: a factor from 1.1 to 100"))
 }
 
 /// `vmstrata move`
@@ -59,6 +75,7 @@ Examples:
   vmstrata move web --to /mnt/new                  its guest goes on
   vmstrata move web --to /mnt/new --limit 50M --keep 1h
   vmstrata move web --to /mnt/new --deadline 2h    as gently as two hours allow
+  vmstrata move web --to /mnt/new --latency 1.5    its guest waits 1.5 times as long as without at most
   vmstrata move web --undo
   vmstrata move web --to /dev/vg0/web --yes        without its history
   vmstrata move web --to 'nbd+unix:///web?socket=/run/nbd.sock' --yes

@@ -19,6 +19,7 @@ use vmstrata_migrate::{
     allocated, is_flat, is_way_back, moved_to,
 };
 use vmstrata_nbd::Uri;
+use vmstrata_server::move_order;
 use vmstrata_types::time::rfc3339;
 use vmstrata_types::{path_from_text, path_to_text};
 
@@ -237,6 +238,8 @@ fn by_server(live: &Live, to: &Path, (how, overwrite): (&MoveHowArgs, bool), qui
         overwrite,
         skip_unreadable: how.skip_unreadable,
         deadline_seconds: how.deadline.map(|time| time.as_secs().max(1)),
+        latency_percent: how.latency,
+        order: how.order,
         bytes_per_second: how.limit,
     };
     let job = live.wait_job(&asked, quiet)?;
@@ -262,9 +265,10 @@ fn by_itself(args: &MoveArgs, to: &Path) -> Result<Moved> {
     open.allow_backing.extend(vmstrata_migrate::source_directory(&path));
     let resources = resources(&args.access.journal)?;
     let disk = Disk::open(&path, &open, &resources)?;
+    let order = move_order(args.how.order, &path);
     let moved = if is_way_back(&path, to) {
-        let options =
-            BackOptions { to: to.to_owned(), open: open.clone(), skip_unreadable: args.how.skip_unreadable };
+        let skip_unreadable = args.how.skip_unreadable;
+        let options = BackOptions { to: to.to_owned(), open: open.clone(), skip_unreadable, order };
         FlatMove::begin_back(&disk, &options).map_err(Into::into).and_then(|mut moving| go(&mut moving, args))
     } else if is_flat(to) {
         let options = FlatOptions {
@@ -272,10 +276,12 @@ fn by_itself(args: &MoveArgs, to: &Path) -> Result<Moved> {
             open: open.clone(),
             overwrite: args.yes,
             skip_unreadable: args.how.skip_unreadable,
+            order,
         };
         FlatMove::begin(&disk, &options).map_err(Into::into).and_then(|mut moving| go(&mut moving, args))
     } else {
-        move_files(&disk, to, &open, args)
+        let options = MoveOptions { order, ..MoveOptions::new(to.to_owned(), open.clone()) };
+        move_files(&disk, options, args)
     };
     // Whatever came of it, the image is left clean.
     let closed = disk.close();
@@ -289,19 +295,10 @@ fn by_itself(args: &MoveArgs, to: &Path) -> Result<Moved> {
     Ok(moved)
 }
 
-fn move_files(
-    disk: &Arc<Disk>,
-    to: &Path,
-    open: &OpenOptions,
-    args: &MoveArgs,
-) -> Result<(Moved, Vec<String>)> {
+fn move_files(disk: &Arc<Disk>, options: MoveOptions, args: &MoveArgs) -> Result<(Moved, Vec<String>)> {
     // No guest writes meanwhile, so copy everything after the switch.
-    let options = MoveOptions {
-        keep: args.how.keep,
-        skip_unreadable: args.how.skip_unreadable,
-        rest: u64::MAX,
-        ..MoveOptions::new(to.to_owned(), open.clone())
-    };
+    let MoveHowArgs { keep, skip_unreadable, .. } = args.how;
+    let options = MoveOptions { keep, skip_unreadable, rest: u64::MAX, ..options };
     let mut moving = Moving::begin(disk, &options)?;
     let moved = go(&mut moving, args)?;
     moving.leave_source()?;

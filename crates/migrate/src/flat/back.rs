@@ -25,6 +25,7 @@ use super::copy::{Copy, How};
 use super::{FlatMove, Way};
 use crate::copy::{Unreadable, allocated, flush_directory};
 use crate::error::{Error, Result};
+use crate::follow::Order;
 use crate::journal::{draft_of_return, forget_moved, left_flat, note_return};
 use crate::moving::{absolute, new_state, remove_if_there};
 
@@ -40,6 +41,8 @@ pub struct BackOptions {
     pub open: OpenOptions,
     /// As in [`crate::MoveOptions`].
     pub skip_unreadable: bool,
+    /// In which order the disk is read, in each pass.
+    pub order: Order,
 }
 
 /// Whether the disk at `flat` came there from the path `to`, and may go back.
@@ -90,7 +93,12 @@ impl FlatMove {
         let (copy, ends) =
             (Copy::new(&store, &way.draft, options.skip_unreadable), (way.from.clone(), way.to.clone()));
         let how = How { compares: true, zeroes: true };
-        Ok(Self::new((disk, ends.0, ends.1), Box::new(way), copy, (how, options.skip_unreadable)))
+        Ok(Self::new(
+            (disk, ends.0, ends.1),
+            Box::new(way),
+            copy,
+            (how, options.order, options.skip_unreadable),
+        ))
     }
 }
 

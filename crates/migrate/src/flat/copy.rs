@@ -39,12 +39,6 @@ impl How {
     pub(super) const AGAIN: Self = Self { compares: false, zeroes: true };
 }
 
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Wanted {
-    pub(super) range: GuestRange,
-    pub(super) reads_zero: bool,
-}
-
 /// See the module documentation.
 #[derive(Debug)]
 pub(super) struct Copy {
@@ -94,29 +88,47 @@ impl Copy {
     }
 
     /// Brings parts of the disk to the copy. Returns the bytes written.
-    pub(super) fn take(&mut self, disk: &Disk, parts: Vec<Wanted>, how: How) -> Result<u64> {
+    pub(super) fn take(&mut self, disk: &Disk, parts: Vec<GuestRange>, how: How) -> Result<u64> {
         let before = self.taken.bytes;
-        let each = |Wanted { range, reads_zero }: Wanted, taken: &mut Taken| {
-            if reads_zero && !how.compares {
-                return self.zero(range, taken);
-            }
-            self.take_part(disk, (range, reads_zero), how, taken)
-        };
-        let all = abreast(parts, each)?;
+        let all = abreast(parts, |range, taken: &mut Taken| self.take_part(disk, range, how, taken))?;
         all.into_iter().for_each(|taken| self.taken.add(taken));
         Ok(self.taken.bytes - before)
+    }
+
+    /// Has the copy read zeros there. Returns the bytes written for that.
+    pub(super) fn take_zeros(&mut self, range: GuestRange) -> Result<u64> {
+        let mut taken = Taken::default();
+        self.zero(range, &mut taken)?;
+        let written = taken.bytes;
+        self.taken.add(taken);
+        Ok(written)
+    }
+
+    /// The parts of a range that are not known to be holes of the copy.
+    pub(super) fn held(&self, range: GuestRange) -> impl Iterator<Item = GuestRange> {
+        let mut at = range.start;
+        std::iter::from_fn(move || {
+            while at < range.end() {
+                let found = self.store.extent(HostOffset::new(at.get()));
+                let (is_data, end) =
+                    found.map_or((true, range.end().get()), |(is_data, end)| (is_data, end.get()));
+                let end = GuestOffset::new(end.clamp(at.get() + 1, range.end().get()));
+                let start = std::mem::replace(&mut at, end);
+                if is_data {
+                    return Some(GuestRange::new(start, end - start));
+                }
+            }
+            None
+        })
     }
 
     fn take_part(
         &self,
         disk: &Disk,
-        (range, reads_zero): (GuestRange, bool),
+        range: GuestRange,
         How { compares, zeroes }: How,
         taken: &mut Taken,
     ) -> Result<()> {
-        if reads_zero && self.is_hole(range) {
-            return Ok(());
-        }
         let mut bytes = vec![0; range.len as usize];
         let read = |into: &mut [u8], at| disk.read(GuestOffset::new(at), &[Segment::from_mut(into)]);
         if self.skips {
@@ -152,12 +164,6 @@ impl Copy {
             done = end;
         }
         Ok(())
-    }
-
-    /// Whether the copy is known to have nothing there.
-    fn is_hole(&self, range: GuestRange) -> bool {
-        let found = self.store.extent(HostOffset::new(range.start.get()));
-        found.is_ok_and(|(is_data, end)| !is_data && end.get() >= range.end().get())
     }
 
     fn write(&self, bytes: &[u8], at: GuestOffset, taken: &mut Taken) -> Result<()> {
@@ -227,8 +233,7 @@ impl Copy {
         let copied = move || {
             let part = |range: GuestRange, from| {
                 let start = range.start + from;
-                let range = GuestRange::new(start, PART.min(range.end() - start));
-                Wanted { range, reads_zero: false }
+                GuestRange::new(start, PART.min(range.end() - start))
             };
             let parts =
                 |range: GuestRange| (0..range.len).step_by(PART as usize).map(move |from| part(range, from));

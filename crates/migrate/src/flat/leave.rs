@@ -20,6 +20,7 @@ use super::copy::{Copy, How};
 use super::{FlatMove, Way, bytes_of};
 use crate::copy::{Unreadable, allocated, flush_directory};
 use crate::error::{Error, Result};
+use crate::follow::Order;
 use crate::journal::{Flat, Sending, forget_moved, note_flat};
 use crate::moving::{absolute, new_state, undo_half_switch};
 
@@ -34,6 +35,8 @@ pub struct FlatOptions {
     pub overwrite: bool,
     /// As in [`crate::MoveOptions`].
     pub skip_unreadable: bool,
+    /// In which order the disk is read, in each pass.
+    pub order: Order,
 }
 
 impl FlatMove {
@@ -103,7 +106,7 @@ impl FlatMove {
             note,
         };
         let how = How { compares: is_begun && !is_new, zeroes: !is_new };
-        Ok(Self::new((disk, from, to), Box::new(way), copy, (how, skips)))
+        Ok(Self::new((disk, from, to), Box::new(way), copy, (how, options.order, skips)))
     }
 }
 

@@ -210,8 +210,8 @@ impl Scheduler {
         self.left.remove(range)
     }
 
-    /// The move reads these bytes again: reading failed, or the guest has written them.
-    pub fn again(&mut self, range: GuestRange) {
+    /// The move reads these bytes, too; or again, as reading failed, or the guest has written them.
+    pub fn add(&mut self, range: GuestRange) {
         self.left.insert(range);
         if self.order.puts_off() {
             self.cold.insert(range);
@@ -234,6 +234,16 @@ impl Scheduler {
         let is_near =
             |guest: GuestOffset| start <= guest.get() + self.chunk && guest.get() <= end + self.chunk;
         let follows = self.guest.is_some_and(is_near);
+        self.take(range);
+        self.head = range.end();
+        Some(Next { range, follows })
+    }
+
+    /// The same in whole chunks, counted from 0, of an image of whole chunks: all of the one that it would read next.
+    pub fn next_chunk(&mut self) -> Option<Next> {
+        let Next { range, follows } = self.next(1)?;
+        let start = range.start.get() / self.chunk * self.chunk;
+        let range = GuestRange::new(GuestOffset::new(start), self.chunk);
         self.take(range);
         self.head = range.end();
         Some(Next { range, follows })
@@ -294,6 +304,25 @@ mod tests {
     }
 
     #[test]
+    fn every_chunk_is_given_out_once_in_each_order() {
+        for order in Order::ALL {
+            let mut rng = SmallRng::seed_from_u64(3);
+            let mut scheduler =
+                Scheduler::new(order, CHUNK, [range(0, SIZE / 2), range(SIZE / 2 + CHUNK, CHUNK)]);
+            let mut given = Vec::new();
+            while let Some(Next { range: next, .. }) = scheduler.next_chunk() {
+                assert_eq!((next.start.get() % CHUNK, next.len), (0, CHUNK));
+                given.push(next.start.get() / CHUNK);
+                let guest = range(rng.random_range(0..1023) * 4 * KIB, 4 * KIB);
+                scheduler.guest(Kind::Read, guest, rng.random_bool(0.7));
+            }
+            given.sort_unstable();
+            let half = SIZE / 2 / CHUNK;
+            assert!(given.into_iter().eq((0..half).chain([half + 1])), "{order:?}");
+        }
+    }
+
+    #[test]
     fn every_byte_is_given_out_once_in_each_order() {
         for order in Order::ALL {
             let mut rng = SmallRng::seed_from_u64(2);
@@ -308,7 +337,7 @@ mod tests {
                 assert!(next.len > 0 && next.len <= CHUNK);
                 if again < 20 && rng.random_bool(0.1) {
                     again += 1;
-                    scheduler.again(next);
+                    scheduler.add(next);
                 } else {
                     give(next);
                 }

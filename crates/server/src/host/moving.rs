@@ -6,6 +6,8 @@
 //! ```
 
 use std::num::NonZeroU64;
+use std::ops::RangeInclusive;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,19 +15,23 @@ use vmstrata_api::{self as api, ChangedBy, JobSpec, JobStatus, MergeDirection};
 use vmstrata_disk::snapshot::{list, now_ns};
 use vmstrata_disk::{Disk, Format};
 use vmstrata_job::RateShare;
+use vmstrata_migrate::Error::Refused;
+use vmstrata_migrate::follow::Order;
 use vmstrata_migrate::{
     BackOptions, FlatMove, FlatOptions, Move, MoveOptions, Moving, Phase, Report, Unreadable, is_flat,
-    is_way_back,
+    is_way_back, order_for,
 };
 use vmstrata_types::{path_from_text, path_to_text};
 
 use super::Host;
 use crate::error::Error;
-use crate::jobs::{DiskMove, FLATTEN, MERGE, MOVE, REBASE, SNAPSHOT_DELETE, Slot};
+use crate::jobs::{Care, DiskMove, FLATTEN, MERGE, MOVE, REBASE, SNAPSHOT_DELETE, Slot};
 use crate::spec::{SpecError, check_host_rate};
 
 /// What is done with a disk until its job has begun.
 const BEGINNING: &str = "being moved";
+/// Of its latency without a move, a guest may be held to these.
+const LATENCY_PERCENT: RangeInclusive<u32> = 110..=10_000;
 
 impl Host {
     /// Begins to move a disk, or goes on with that.
@@ -37,6 +43,8 @@ impl Host {
             overwrite,
             skip_unreadable,
             deadline_seconds,
+            latency_percent,
+            order,
             bytes_per_second,
         } = asked
         else {
@@ -51,21 +59,34 @@ impl Host {
         let slot = self.jobs.reserve(&MOVE, name)?;
         self.jobs.refuse_beside(&[&MERGE, &FLATTEN, &SNAPSHOT_DELETE, &REBASE], name)?;
         let to = path_from_text(to);
+        if latency_percent.is_some_and(|percent| !LATENCY_PERCENT.contains(&percent)) {
+            let why = format!(
+                "a guest is held to {} to {} percent of its latency",
+                LATENCY_PERCENT.start(),
+                LATENCY_PERCENT.end()
+            );
+            return Err(Refused { disk: disk.path().to_owned(), to, why }.into());
+        }
+        let (order, skip_unreadable) = (move_order(*order, disk.path()), *skip_unreadable);
         let moving: Box<dyn Move> = if is_way_back(disk.path(), &to) {
-            let options = BackOptions { to, open, skip_unreadable: *skip_unreadable };
+            let options = BackOptions { to, open, skip_unreadable, order };
             Box::new(FlatMove::begin_back(&disk, &options)?)
         } else if is_flat(&to) {
             Box::new(FlatMove::begin(
                 &disk,
-                &FlatOptions { to, open, overwrite: *overwrite, skip_unreadable: *skip_unreadable },
+                &FlatOptions { to, open, overwrite: *overwrite, skip_unreadable, order },
             )?)
         } else {
             let mut options = MoveOptions::new(to, open);
             options.keep = keep_seconds.map_or(options.keep, Duration::from_secs);
-            options.skip_unreadable = *skip_unreadable;
+            (options.skip_unreadable, options.order) = (skip_unreadable, order);
             Box::new(Moving::begin(&disk, &options)?)
         };
-        self.run_move(name, slot, moving, (deadline_seconds.map(Duration::from_secs), *bytes_per_second, by))
+        let care = Care {
+            time: deadline_seconds.map(Duration::from_secs),
+            latency: latency_percent.map(|percent| f64::from(percent) / 100.0),
+        };
+        self.run_move(name, slot, moving, (care, *bytes_per_second, by))
     }
 
     /// Goes on with the move of a disk that was opened by its new path.
@@ -85,7 +106,7 @@ impl Host {
                 return Ok(None);
             }
             let slot = self.jobs.reserve(&MOVE, name)?;
-            self.run_move(name, slot, Box::new(moving), (None, None, ChangedBy::Server)).map(Some)
+            self.run_move(name, slot, Box::new(moving), (Care::default(), None, ChangedBy::Server)).map(Some)
         };
         match go_on() {
             Ok(Some(job)) => tracing::info!(disk = name, job = job.id, "its move goes on"),
@@ -99,7 +120,7 @@ impl Host {
         name: &str,
         slot: Slot,
         moving: Box<dyn Move>,
-        (time, limit, by): (Option<Duration>, Option<u64>, ChangedBy),
+        (care, limit, by): (Care, Option<u64>, ChangedBy),
     ) -> Result<JobStatus, Error> {
         let (host, disk) = (self.me.clone(), name.to_owned());
         let tell = move |report: Report| {
@@ -107,7 +128,7 @@ impl Host {
                 host.note_move(&disk, report);
             }
         };
-        let work = DiskMove::new(moving, time, RateShare::new(Arc::clone(&self.move_rate)), Box::new(tell));
+        let work = DiskMove::new(moving, care, RateShare::new(Arc::clone(&self.move_rate)), Box::new(tell));
         self.keep_job(name, || slot.start(limit, by, work))
     }
 
@@ -216,6 +237,18 @@ impl Host {
             entry.moving = None;
         }
         Ok(())
+    }
+}
+
+/// The order that is asked for, or the one that suits the device of a disk.
+pub fn move_order(asked: Option<api::MoveOrder>, disk: &Path) -> Order {
+    match asked {
+        None => order_for(disk),
+        Some(api::MoveOrder::Sequential) => Order::Sequential,
+        Some(api::MoveOrder::Nearest) => Order::Nearest,
+        Some(api::MoveOrder::HotFirst) => Order::HotFirst,
+        Some(api::MoveOrder::ColdFirst) => Order::ColdFirst,
+        Some(api::MoveOrder::Predicted) => Order::Predicted,
     }
 }
 

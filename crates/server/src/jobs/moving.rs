@@ -4,7 +4,8 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use vmstrata_job::{Next, RateShare, Step, Work};
-use vmstrata_migrate::{Move, Phase, Report, Schedule};
+use vmstrata_migrate::follow::{Allowed, Control};
+use vmstrata_migrate::{Move, Phase, Report, Schedule, Timed};
 use vmstrata_types::told;
 
 use super::{Kind, Retry};
@@ -18,8 +19,19 @@ const STEP: u64 = 1 << 20;
 /// How long a move waits at a time, at most, for its turn or as it is ahead of its schedule; in that case, at least.
 const WAIT_MAX: Duration = Duration::from_millis(500);
 const WAIT_MIN: Duration = Duration::from_millis(10);
+/// How long a move waits for a guest's requests at a time.
+const LOOK: Duration = Duration::from_millis(2);
 /// Takes what there is to say of a move after each of its steps.
 type OnMove = Box<dyn Fn(Report) + Send>;
+
+/// What a move minds beside its limit.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Care {
+    /// It is to be over by then, and no sooner than it must for that.
+    pub(crate) time: Option<Duration>,
+    /// The guest's latency may be so many times what it is without the move.
+    pub(crate) latency: Option<f64>,
+}
 
 /// See the module documentation. Before the disk's writes go to the target, an error ends the job, and nothing has happened to the disk. After
 /// that the disk needs both directories: what fails is tried again.
@@ -35,7 +47,10 @@ pub(crate) struct DiskMove {
     share: RateShare,
     /// Bytes that the last step might write.
     most: u64,
+    /// Bytes that the guest's latency allows for the next one.
+    allowed: u64,
     schedule: Option<Schedule>,
+    control: Option<Control>,
     /// It was said that it will not be over in time.
     is_late: bool,
 }
@@ -47,11 +62,12 @@ impl fmt::Debug for DiskMove {
 }
 
 impl DiskMove {
-    /// With `time`, it is to be over by then. It writes when it has its turn of the host's rate.
-    pub(crate) fn new(moving: Box<dyn Move>, time: Option<Duration>, share: RateShare, tell: OnMove) -> Self {
+    /// It writes when it has its turn of the host's rate.
+    pub(crate) fn new(moving: Box<dyn Move>, care: Care, share: RateShare, tell: OnMove) -> Self {
         let report = moving.report();
         tell(report.clone());
-        let schedule = time.map(|time| Schedule::new(time, Instant::now()));
+        let schedule = care.time.map(|time| Schedule::new(time, Instant::now()));
+        let control = care.latency.map(|factor| Control::new(factor, STEP, moving.requests().now()));
         let retry = Retry::default();
         Self {
             moving,
@@ -62,7 +78,9 @@ impl DiskMove {
             retry,
             share,
             most: STEP,
+            allowed: STEP,
             schedule,
+            control,
             is_late: false,
         }
     }
@@ -78,6 +96,20 @@ impl DiskMove {
         }
         let wait = schedule.may_wait(self.written, report.left_bytes, now).min(WAIT_MAX);
         (wait >= WAIT_MIN).then(|| now + wait)
+    }
+
+    /// When to look again, unless the guest's latency allows a step; else how many bytes.
+    fn control(&mut self) -> Result<u64, Instant> {
+        let Some(control) = &mut self.control else { return Ok(STEP) };
+        let requests = self.moving.requests();
+        for Timed { kind, began, ended } in requests.take_timed() {
+            control.guest(kind, began, ended);
+        }
+        let now = requests.now();
+        match control.allowed(now) {
+            Allowed::Bytes(bytes) => Ok(bytes),
+            Allowed::NotBefore(time) => Err(Instant::now() + time.saturating_sub(now).min(LOOK)),
+        }
     }
 
     /// When to look again, unless it is its turn.
@@ -101,12 +133,27 @@ impl Work for DiskMove {
             return Ok(Next::End);
         }
         let until = self.retry.not_before().or_else(|| self.may_wait_until());
-        Ok(until.or_else(|| self.turn_at()).map_or(Next::Step(()), Next::WaitUntil))
+        if let Some(until) = until.or_else(|| self.turn_at()) {
+            return Ok(Next::WaitUntil(until));
+        }
+        match self.control() {
+            Ok(bytes) => {
+                self.allowed = bytes;
+                Ok(Next::Step(()))
+            }
+            Err(until) => Ok(Next::WaitUntil(until)),
+        }
     }
 
     fn apply(&mut self, (): (), most: u64) -> Result<Step, Error> {
         self.most = most.min(STEP);
-        let done = self.moving.step(self.most.min(self.share.step_bytes()));
+        let most = self.most.min(self.share.step_bytes()).min(self.allowed);
+        let began = self.moving.requests().now();
+        let done = self.moving.step(most);
+        if let Some(control) = &mut self.control {
+            control.began(most);
+            control.ended(most, began, self.moving.requests().now());
+        }
         self.report = self.moving.report();
         (self.tell)(self.report.clone());
         match done {
