@@ -115,6 +115,8 @@ pub struct Mover {
     fails_one_in: u64,
     failures: u64,
     late: u64,
+    /// Calls that had failed when an error was last told of: a thread of the move may be told of a later one in a later part.
+    told: u64,
     /// Whether the disk moves no further before it is opened again.
     is_over: bool,
 }
@@ -122,7 +124,18 @@ pub struct Mover {
 impl Mover {
     pub fn new(places: Places, disk: Arc<Disk>, turn: Turn, book: Book, random: Random) -> Self {
         let fails_one_in = *random.pick(&[0, 0, 40, 150, 500]);
-        Self { places, disk, turn, book, random, fails_one_in, failures: 0, late: 0, is_over: false }
+        Self {
+            places,
+            disk,
+            turn,
+            book,
+            random,
+            fails_one_in,
+            failures: 0,
+            late: 0,
+            told: FAULTS.made(),
+            is_over: false,
+        }
     }
 
     pub fn run(mut self) {
@@ -173,6 +186,7 @@ impl Mover {
         }
         let done = part();
         inside(|| FAULTS.end());
+        let is_late = |error: &Error| matches!(error, Error::Io { .. }) && FAULTS.made() > self.told;
         match done {
             Ok(done) => Some(done),
             Err(_) if self.disk.failure().is_some() => None,
@@ -186,9 +200,12 @@ impl Mover {
                 self.is_over = true;
                 None
             }
-            Err(error) if FAULTS.made() > before || self.failures > 0 && self.late < LATE_MAX => {
+            Err(error)
+                if FAULTS.made() > before || is_late(&error) || self.failures > 0 && self.late < LATE_MAX =>
+            {
                 self.late += u64::from(!may_fail);
                 self.failures += 1;
+                self.told = FAULTS.made();
                 tell(&format!("{what}: {error}"));
                 None
             }
