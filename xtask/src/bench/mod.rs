@@ -30,6 +30,7 @@ pub mod load;
 pub mod machine;
 pub mod memory;
 pub mod migrate;
+mod mover;
 pub mod moving;
 pub mod plot;
 mod prepared;

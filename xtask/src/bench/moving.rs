@@ -28,6 +28,7 @@ use super::fresh::{BLOCK, Side, full};
 use super::history::take::timed;
 use super::load::{Access, Load};
 use super::machine::settle;
+use super::mover::{Moved, Mover, beside};
 use super::qmp::Qmp;
 use super::report::{Report, Row};
 use super::results::median;
@@ -159,73 +160,6 @@ fn parameters(options: &Options) -> Vec<(String, String)> {
     ]
 }
 
-/// A disk that vmstrata serves, and the directories between which it moves.
-struct Mover {
-    side: Side,
-    path: PathBuf,
-    to: PathBuf,
-}
-
-/// What `vmstrata move --json` says.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-struct Moved {
-    to: PathBuf,
-    copied_bytes: u64,
-}
-
-impl Mover {
-    fn new(path: PathBuf) -> Result<Self> {
-        let to = path.parent().context("a directory")?.join("target");
-        fs::create_dir_all(&to)?;
-        Ok(Self { side: Side::start(Kind::Vmstrata, &path)?, path, to })
-    }
-
-    fn control(&self) -> Result<PathBuf> {
-        Ok(self.side.server.as_ref().context("a server")?.control())
-    }
-
-    /// The command that moves it to its other directory.
-    fn command(&self, limit: Option<u64>) -> Result<Command> {
-        let mut command = Command::new(vmstrata());
-        command.args(["move", "disk", "--json", "--keep", "1s", "--to"]).arg(&self.to);
-        if let Some(limit) = limit {
-            command.arg("--limit").arg(limit.to_string());
-        }
-        command.env("VMSTRATA_CONTROL", self.control()?);
-        Ok(command)
-    }
-
-    /// For how many ms writes were held, as the lines of the log that have `line` tell.
-    fn pauses(&self, line: &str) -> Result<Vec<f64>> {
-        let log = self.side.server.as_ref().context("a server")?.log();
-        let pauses: Vec<f64> = numbers(&log, line, "pause_us=").iter().map(|us| us / 1000.0).collect();
-        ensure!(!pauses.is_empty(), "the log tells no pause: {log}");
-        Ok(pauses)
-    }
-
-    /// Notes that it has moved, and waits until its old files are gone, and so are the states of the move.
-    fn moved(&mut self, said: &[u8]) -> Result<Moved> {
-        let moved: Moved = serde_json::from_slice(said).context("what the command says")?;
-        let old = self.path.parent().context("a directory")?.to_owned();
-        self.path.clone_from(&moved.to);
-        self.to.clone_from(&old);
-        let start = Instant::now();
-        let is_image = |path: PathBuf| path.extension().is_some_and(|end| end == "qcow2");
-        while fs::read_dir(&old)?.any(|entry| entry.is_ok_and(|entry| is_image(entry.path()))) {
-            ensure!(start.elapsed() < Duration::from_secs(60), "{}: is not emptied", old.display());
-            thread::sleep(Duration::from_millis(50));
-        }
-        Ok(moved)
-    }
-}
-
-/// The fields of a number that a line of the log has.
-fn numbers(log: &str, line: &str, field: &str) -> Vec<f64> {
-    let lines = log.lines().filter(|said| said.contains(line));
-    lines.filter_map(|said| said.split_once(field)?.1.split_whitespace().next()?.parse().ok()).collect()
-}
-
 /// What a guest does: requests a second, and the time in ms that 99 of 100 do not exceed.
 fn works(client: &mut Client, seed: u64, time: Duration) -> Result<(f64, f64)> {
     let access = Access::RandomWrite { round: 0 };
@@ -248,20 +182,16 @@ impl Slowed {
 
 fn beside_a_guest(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     let mut own = Mover::new(full(options.size, Kind::Vmstrata, &dir.join("own"))?)?;
+    let mut client = own.client()?;
     let image = full(options.size, Kind::Qemu, &dir.join("peer"))?;
     let mut peer = Side::start(Kind::Qemu, &image)?;
     let (mut slowed, mut mirrored) = (Slowed::default(), <[Slowed; 2]>::default());
     for round in 0..options.rounds {
         let seed = |turn: u64| u64::from(round) * 8 + turn;
         settle();
-        let without = works(&mut own.side.client, seed(0), options.turn)?;
-        let mut command = own.command(Some(options.rate))?;
-        let client = &mut own.side.client;
-        let (during, said) = thread::scope(|scope| -> Result<_> {
-            let moves = scope.spawn(move || timed(&mut command));
-            let during = works(client, seed(1), options.turn)?;
-            Ok((during, moves.join().expect("no panic")?.0))
-        })?;
+        let without = works(&mut client, seed(0), options.turn)?;
+        let mut command = own.command(Some(options.rate));
+        let ((said, _), during) = beside(&mut command, |_| works(&mut client, seed(1), options.turn))?;
         slowed.add(during, without);
         own.moved(&said)?;
         for (turn, (mode, mirrored)) in MODES.iter().zip(&mut mirrored).enumerate() {
@@ -281,7 +211,8 @@ fn beside_a_guest(options: &Options, dir: &Path, report: &mut Report) -> Result<
     report.add(Row::median("QEMU, copy-mode=write-blocking: during / without", "", &blocking.rates));
     report.add(Row::median("QEMU, copy-mode=write-blocking: p99, during / without", "", &blocking.p99));
     peer.stop()?;
-    own.side.stop()
+    drop(client);
+    own.server.stop()
 }
 
 /// A mirror job of stock QEMU.
@@ -329,7 +260,7 @@ fn idle(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     for _ in 0..options.rounds {
         let bytes = allocated(own.path.parent().context("a directory")?)?;
         settle();
-        let (said, took) = timed(&mut own.command(None)?)?;
+        let (said, took) = timed(&mut own.command(None))?;
         let moved = own.moved(&said)?;
         settle();
         let copy = dir.join("copy");
@@ -342,7 +273,7 @@ fn idle(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     }
     report.add(Row::median("rate of an idle disk's move / cp and a flush", "", &rates).at_least(0.9));
     report.add(Row::median("bytes sent / allocated", "", &sent).at_most(1.02));
-    own.side.stop()
+    own.server.stop()
 }
 
 /// Runs a command while a guest works, again and again; each time with another seed. Returns what it printed, and the time that it took.
@@ -352,26 +283,27 @@ fn under_work(
     round: u32,
     mut work: impl FnMut(&mut Client, u64) -> Result<()>,
 ) -> Result<(Vec<u8>, Duration)> {
-    thread::scope(|scope| {
-        let running = scope.spawn(|| timed(command));
+    let (said, ()) = beside(command, |runs| {
         let mut seed = u64::from(round) << 32;
-        while !running.is_finished() {
+        while runs() {
             work(client, seed)?;
             seed += 1;
         }
-        running.join().expect("no panic")
-    })
+        Ok(())
+    })?;
+    Ok(said)
 }
 
 fn busy(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     let mut own = Mover::new(full(options.size, Kind::Vmstrata, &dir.join("busy"))?)?;
+    let mut client = own.client()?;
     let (mut sent, mut times) = (Vec::new(), Vec::new());
     for round in 0..options.rounds {
         let bytes = allocated(own.path.parent().context("a directory")?)?;
         settle();
-        let mut command = own.command(None)?;
+        let mut command = own.command(None);
         let work = |client: &mut Client, seed| works(client, seed, options.turn / 10).map(drop);
-        let (said, took) = under_work(&mut command, &mut own.side.client, round, work)?;
+        let (said, took) = under_work(&mut command, &mut client, round, work)?;
         let moved = own.moved(&said)?;
         sent.push(moved.copied_bytes as f64 / bytes as f64);
         times.push(took.as_secs_f64());
@@ -381,7 +313,8 @@ fn busy(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     // What it held, and what was written meanwhile: at most all of the disk once more.
     report.add(Row::median("the same: bytes sent / allocated when it began", "", &sent).at_most(2.1));
     report.add(Row::median("writes held at the switch", "ms", &pauses).at_most(10.0));
-    own.side.stop()
+    drop(client);
+    own.server.stop()
 }
 
 /// A job, as `vmstrata job list --json` shows it.
@@ -409,12 +342,13 @@ fn foreseen(control: &Path) -> Result<Option<f64>> {
 
 fn estimated(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     let mut own = Mover::new(full(options.size, Kind::Vmstrata, &dir.join("estimate"))?)?;
+    let mut client = own.client()?;
     let mut off = Vec::new();
     for round in 0..options.rounds {
         settle();
         // It is said in whole seconds.
-        let mut command = own.command(Some(options.rate / 2))?;
-        let control = own.control()?;
+        let mut command = own.command(Some(options.rate / 2));
+        let control = own.server.control();
         let (began, mut end) = (Instant::now(), None);
         let work = |client: &mut Client, seed| {
             let (access, time) = (Access::RandomWrite { round: 0 }, Duration::from_millis(100));
@@ -424,14 +358,15 @@ fn estimated(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
             }
             Ok(())
         };
-        let (said, took) = under_work(&mut command, &mut own.side.client, round, work)?;
+        let (said, took) = under_work(&mut command, &mut client, round, work)?;
         own.moved(&said)?;
         let end = end.context("the job was over before a fifth of it was seen")?;
         off.push((end / took.as_secs_f64() - 1.0).abs());
     }
     let name = "estimate of the time a move takes, once a fifth is done: off by";
     report.add(Row::median(name, "", &off).at_most(0.15));
-    own.side.stop()
+    drop(client);
+    own.server.stop()
 }
 
 fn flat(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
@@ -439,18 +374,20 @@ fn flat(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     for round in 0..options.rounds {
         let dir = dir.join(format!("flat{round}"));
         let mut own = Mover::new(full(options.size, Kind::Vmstrata, &dir)?)?;
+        let mut client = own.client()?;
         let target = Target::start(&dir, options.size)?;
         own.to = format!("nbd+unix:///?socket={}", target.socket.display()).into();
         settle();
-        let mut command = own.command(None)?;
+        let mut command = own.command(None);
         command.arg("--yes");
         let work = |client: &mut Client, seed| works(client, seed, options.turn / 10).map(drop);
-        let (said, took) = under_work(&mut command, &mut own.side.client, round, work)?;
+        let (said, took) = under_work(&mut command, &mut client, round, work)?;
         let moved: Moved = serde_json::from_slice(&said).context("what the command says")?;
         times.push(took.as_secs_f64());
         sent.push(moved.copied_bytes as f64 / options.size as f64);
         pauses.extend(own.pauses("moved to a flat copy")?);
-        own.side.stop()?;
+        drop(client);
+        own.server.stop()?;
         drop(target);
         fs::remove_dir_all(&dir)?;
     }
@@ -514,7 +451,7 @@ fn history(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
         let mut times = [0.0; 2];
         for (mover, time) in [&mut long, &mut flat].into_iter().zip(&mut times) {
             settle();
-            let (said, took) = timed(&mut mover.command(None)?)?;
+            let (said, took) = timed(&mut mover.command(None))?;
             mover.moved(&said)?;
             *time = took.as_secs_f64();
         }
@@ -523,8 +460,8 @@ fn history(options: &Options, dir: &Path, report: &mut Report) -> Result<()> {
     let name = format!("time of {} layers / one layer of the same bytes", options.snapshots);
     report.add(Row::median(&name, "", &ratios).at_most(1.1));
     let top = long.path.clone();
-    long.side.stop()?;
-    flat.side.stop()?;
+    long.server.stop()?;
+    flat.server.stop()?;
     let check = Command::new("qemu-img").args(["check", "-q"]).arg(&top).status()?;
     ensure!(check.success(), "{}: {check}", top.display());
     Ok(())
