@@ -15,12 +15,14 @@
 
 use std::mem::MaybeUninit;
 use std::path::PathBuf;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
+use vmstrata_migrate::follow::Kind;
 
-use super::load::{Load, Outcome, Run, Turn, Watch};
+use super::load::{Load, Outcome, Request, Run, Turn, Watch};
 use super::results::quantile;
 use crate::chain::pattern::{self, Writer, mix};
 
@@ -199,6 +201,57 @@ impl Client {
         true
     }
 
+    /// Sends requests at their times from now on, whether earlier ones are answered or not, until there is none left or `goes_on` says no.
+    /// Returns the time in ms that each took, in their order.
+    ///
+    /// # Errors
+    /// As [`Client::run`].
+    pub fn replay(
+        &mut self,
+        requests: impl IntoIterator<Item = Request>,
+        goes_on: impl Fn() -> bool,
+    ) -> Result<Vec<f64>> {
+        // All reads share one half of the memory, which is not looked at, and all writes the other.
+        let seed = self.data_seed;
+        pattern::fill(self.bytes(1, MEMORY / 2), 0, Writer::client(0), seed);
+        let (into, from) = (self.buffer(0, MEMORY / 2), self.buffer(1, MEMORY / 2));
+        let mut requests = requests.into_iter().take_while(|_| goes_on()).peekable();
+        let (mut sent, mut ms, mut in_flight) = (Vec::new(), Vec::new(), 0);
+        let start = Instant::now();
+        loop {
+            while let Some(Request { range, kind, .. }) =
+                requests.next_if(|request| request.at <= start.elapsed())
+            {
+                let (at, len, number) = (range.start.get(), range.len as usize, sent.len());
+                ensure!(len <= MEMORY / 2, "a request of {len} bytes passes the request memory");
+                sent.push(Instant::now());
+                match kind {
+                    Kind::Read => self.queue.read(at, into, len, number, ReqFlags::empty()),
+                    Kind::Write => self.queue.write(at, from, len, number, ReqFlags::empty()),
+                }
+                in_flight += 1;
+            }
+            ms.resize(sent.len(), 0.0);
+            let wait = match requests.peek() {
+                Some(next) => next.at.saturating_sub(start.elapsed()),
+                None if in_flight == 0 => return Ok(ms),
+                None => PATIENCE,
+            };
+            if in_flight == 0 {
+                // The guest's own work: there is nothing to wait for.
+                thread::sleep(wait);
+                continue;
+            }
+            let done = completed(&mut self.queue, wait)?;
+            ensure!(wait < PATIENCE || !done.is_empty(), "the server is silent");
+            for (number, ret) in done {
+                ensure!(ret == 0, "a request failed: errno {}", -ret);
+                ms[number] = sent[number].elapsed().as_secs_f64() * 1000.0;
+                in_flight -= 1;
+            }
+        }
+    }
+
     /// One request in flight at a time, finished before returning.
     fn one(&mut self, submit: impl FnOnce(&mut Blkioq, *mut u8)) -> Result<()> {
         let buffer = self.buffer(0, MEMORY);
@@ -307,6 +360,8 @@ pub fn completed(queue: &mut Blkioq, mut wait: Duration) -> Result<Vec<(usize, i
 mod tests {
     use std::path::Path;
 
+    use vmstrata_types::{GuestOffset, GuestRange};
+
     use super::super::load::Access;
     use super::*;
 
@@ -329,6 +384,26 @@ mod tests {
         assert_eq!(client.verify(Duration::ZERO, true, &base).unwrap(), 4 << 20);
         assert!(client.verify(Duration::ZERO, true, &|_| None).is_err());
         assert!(client.check(0, 4096, &|_| Some(Writer::layer(1))).is_err());
+    }
+
+    #[test]
+    fn requests_of_a_trace_are_sent_at_their_times_until_they_are_no_longer_wanted() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut client = Client::connect(&raw_disk(dir.path()), 5, false).unwrap();
+        let request = |number: u64| {
+            let kind = if number == 1 { Kind::Write } else { Kind::Read };
+            let range = GuestRange::new(GuestOffset::new((3 << 20) + number * 512), 512);
+            Request { at: Duration::from_millis(10 * number), range, kind }
+        };
+        let start = Instant::now();
+        let ms = client.replay((0..3).map(request), || true).unwrap();
+        assert!(start.elapsed() >= Duration::from_millis(20));
+        assert!(ms.len() == 3 && ms.iter().all(|ms| *ms > 0.0), "{ms:?}");
+        assert!(client.read((3 << 20) + 512, 512).unwrap().iter().any(|byte| *byte > 0));
+        assert!(client.read((3 << 20) + 1024, 512).unwrap().iter().all(|byte| *byte == 0));
+        let left = std::cell::Cell::new(5);
+        let goes_on = || left.replace(left.get() - 1) > 0;
+        assert_eq!(client.replay((0..).map(request), goes_on).unwrap().len(), 5);
     }
 
     #[test]

@@ -1,8 +1,10 @@
-//! What a timed run does: kind of access, size, depth, time; and the positions that follow from it.
+//! What a timed run does: kind of access, size, depth, time, and the positions that follow from it; and a request of a trace.
 
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use vmstrata_migrate::follow::Kind;
+use vmstrata_types::GuestRange;
 
 use crate::chain::pattern::mix;
 
@@ -84,6 +86,17 @@ pub struct Load {
     pub time: Duration,
     /// Seed of the positions.
     pub seed: u64,
+}
+
+/// A request of a trace.
+#[derive(Clone, Copy, Debug)]
+pub struct Request {
+    /// Since the trace began.
+    pub at: Duration,
+    /// Where.
+    pub range: GuestRange,
+    /// What it does.
+    pub kind: Kind,
 }
 
 /// What a run achieved.

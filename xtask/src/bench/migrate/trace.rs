@@ -9,18 +9,11 @@ use anyhow::{Context, Result, ensure};
 use vmstrata_migrate::follow::Kind;
 use vmstrata_types::{GuestOffset, GuestRange};
 
+use super::super::load::Request;
+
 const SECTOR: u64 = 512;
 /// Of which stretches are made: 1 MiB to all of a device.
 const STRETCHES: std::ops::RangeInclusive<u32> = 20..=40;
-
-/// One request.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Request {
-    /// Since the trace began.
-    pub(super) at: Duration,
-    pub(super) range: GuestRange,
-    pub(super) kind: Kind,
-}
 
 /// A trace, laid out on an image.
 #[derive(Clone, Debug)]
