@@ -44,6 +44,23 @@ if [ "$task" = prepare ]; then
     off
 fi
 
+if [ "$task" = transactions ]; then
+    mkfs.ext4 -q -F -N 8192 /dev/vdb && mount -t ext4 /dev/vdb /work || fail "a file system"
+    # Rows are long, so that few of them wait in the pipe when it is told to stop.
+    printf -v said "%01000d" 0
+    statements() {
+        echo "CREATE TABLE t (id INTEGER PRIMARY KEY, said TEXT);"
+        # A line is read whole: with a time for it, a slow guest loses what came before the time was up.
+        until read -t 0 && read -r line && [ "$line" = stop ]; do
+            for ((i = 0; i < 5; i++)); do echo "INSERT INTO t (said) VALUES ('$said');"; done
+            echo "SELECT 'guest: 5 rows written';"
+        done
+    }
+    statements | sqlite3 -bail -cmd "PRAGMA synchronous=FULL;" /work/test.db || fail "sqlite3"
+    umount /work
+    off
+fi
+
 appends() {
     mount -t ext4 -o "data=$2" /dev/vdc /files || fail "mount with data=$2"
     began

@@ -9,15 +9,20 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::{Attach, Guest, RootImage, Task, Vm, packages, spread, target};
+use super::{Attach, BOOT_MAX, Guest, RootImage, Task, Vm, packages, spread, target};
 
 const INIT: &str = include_str!("flushes-init.sh");
 /// Longest that the guest takes, from power-on to its end.
 const RUN_MAX: Duration = Duration::from_secs(900);
+/// What it says after each batch of transactions.
+const ROWS: &str = "guest: 5 rows written";
+const BATCH: u32 = 5;
+/// Longest that a batch takes.
+const BATCH_MAX: Duration = Duration::from_secs(60);
 /// What it prints before each rate.
 pub const WORKLOADS: [&str; 6] = [
     "SQLite",
@@ -88,7 +93,23 @@ impl Flushing {
         WORKLOADS.iter().map(|workload| rate(&console, workload)).collect()
     }
 
+    /// Has a guest make transactions of SQLite on the disk that is served at a vhost-user-blk socket, in a new file system.
+    ///
+    /// # Errors
+    /// When the guest fails.
+    pub fn transact(&self, socket: &Path) -> Result<Transacting> {
+        let mut vm = self.boot(&[socket], Task::Transactions)?;
+        vm.wait_for(ROWS, BOOT_MAX)?;
+        Ok(Transacting(vm))
+    }
+
     fn run(&self, sockets: &[&Path], task: Task) -> Result<String> {
+        let mut vm = self.boot(sockets, task)?;
+        vm.wait_for_end(RUN_MAX)?;
+        Ok(vm.console().to_owned())
+    }
+
+    fn boot(&self, sockets: &[&Path], task: Task) -> Result<Vm> {
         let mut more = Vec::new();
         for (number, socket) in sockets.iter().enumerate() {
             let path = socket.display();
@@ -98,9 +119,37 @@ impl Flushing {
                 format!("vhost-user-blk-pci,chardev=more{number},num-queues=1,addr={:#x}", 0x10 + number);
             more.extend(["-device".to_owned(), device]);
         }
-        let mut vm = Vm::boot_with(&self.guest, &Attach::Qcow2(self.root.clone()), task, &more)?;
-        vm.wait_for_end(RUN_MAX)?;
-        Ok(vm.console().to_owned())
+        Vm::boot_with(&self.guest, &Attach::Qcow2(self.root.clone()), task, &more)
+    }
+}
+
+/// A guest that makes one transaction after another.
+pub struct Transacting(Vm);
+
+impl Transacting {
+    /// Transactions a second while the guest `goes_on`, of one batch at least.
+    ///
+    /// # Errors
+    /// When the guest fails, or is silent.
+    pub fn rate(&mut self, goes_on: impl Fn() -> bool) -> Result<f64> {
+        // What it has said before is passed over, and so is the batch that is being written.
+        while self.0.saw(ROWS, Duration::ZERO)? {}
+        self.0.wait_for(ROWS, BATCH_MAX)?;
+        let (start, mut rows) = (Instant::now(), 0);
+        while rows == 0 || goes_on() {
+            self.0.wait_for(ROWS, BATCH_MAX)?;
+            rows += BATCH;
+        }
+        Ok(f64::from(rows) / start.elapsed().as_secs_f64())
+    }
+
+    /// Has the guest end.
+    ///
+    /// # Errors
+    /// As [`Transacting::rate`].
+    pub fn stop(mut self) -> Result<()> {
+        self.0.say("stop")?;
+        self.0.wait_for_end(RUN_MAX)
     }
 }
 

@@ -54,6 +54,8 @@ pub enum Task {
     Rocksdb(super::rocksdb::Operations),
     /// Make databases for [`Task::Flushes`].
     Databases,
+    /// Make transactions until it is told to stop: see [`super::flushes`].
+    Transactions,
     /// Have programs flush often: see [`super::flushes`].
     Flushes(super::flushes::Operations),
     /// Swap, in a guest of [`super::swap::guest`].
@@ -75,6 +77,7 @@ impl Task {
             Self::Work(kind) => format!("task={kind}"),
             Self::Rocksdb(operations) => operations.command_line(),
             Self::Databases => "task=prepare rootflags=ro".into(),
+            Self::Transactions => "task=transactions rootflags=ro".into(),
             Self::Flushes(operations) => operations.command_line(),
             Self::Swap(swapping) => swapping.command_line(),
         }
