@@ -39,7 +39,7 @@ enum What {
     Tier(PartsBench<tier::Part>),
     /// Guests that boot from one base, upgrade, swap and wait, beside a local disk and stock QEMU on the NAS. As the superuser.
     Base(PartsBench<base::Part>),
-    /// Moves that follow their guests, from traces on a modelled disk, in virtual time.
+    /// Moves that follow their guests: traces on a modelled disk, on this machine's and from a NAS, and a real guest (10 GiB of files). As the superuser.
     Migrate(MigrateBench),
     /// A disk in use that moves to another directory, beside stock QEMU's mirror (10 GiB of files).
     Move(PartsBench<moving::Part>),
@@ -136,12 +136,8 @@ struct MigrateBench {
     /// Directory of the traces; `traces` beside the checkout by default.
     #[arg(long)]
     traces: Option<PathBuf>,
-    /// 300 requests of each trace; prints, writes nothing.
-    #[arg(long)]
-    quick: bool,
-    /// Print only; write no file below docs.
-    #[arg(long)]
-    no_write: bool,
+    #[command(flatten)]
+    parts: PartsBench<migrate::Part>,
 }
 
 #[derive(Args)]
@@ -232,7 +228,19 @@ impl Bench {
                 let parts = bench.parts().unwrap_or(usual.parts);
                 base::run(&base::Options { rounds, publish, parts, ..usual }).map(|_| ())
             }
-            What::Migrate(bench) => migrate::run(&bench.options(root)).map(|_| ()),
+            What::Migrate(MigrateBench { traces, parts: bench }) => {
+                let traces = traces.unwrap_or_else(|| migrate::traces_beside(root));
+                let dir = bench.plain.dir(root, "migrate");
+                let usual = if bench.plain.quick {
+                    migrate::Options::quick(traces, dir)
+                } else {
+                    migrate::Options::full(traces, dir)
+                };
+                let publish = bench.publish(root);
+                let rounds = bench.plain.rounds.unwrap_or(usual.rounds);
+                let parts = bench.parts().unwrap_or_else(|| usual.parts.clone());
+                migrate::run(&migrate::Options { rounds, publish, parts, ..usual })
+            }
             What::Move(bench) => {
                 let dir = bench.plain.dir(root, "move");
                 let usual =
@@ -269,6 +277,7 @@ fn render(root: &Path) -> Result<()> {
         fresh::SHOWN,
         history::SHOWN,
         memory::SHOWN,
+        migrate::REAL,
         moving::SHOWN,
         rocksdb::SHOWN,
         tier::SHOWN,
@@ -312,14 +321,6 @@ impl HistoryBench {
             parts: if self.only.is_empty() { usual.parts } else { self.only },
             ..usual
         }
-    }
-}
-
-impl MigrateBench {
-    fn options(self, root: &Path) -> migrate::Options {
-        let traces = self.traces.unwrap_or_else(|| migrate::traces_beside(root));
-        let usual = if self.quick { migrate::Options::quick(traces) } else { migrate::Options::full(traces) };
-        migrate::Options { publish: (!self.quick && !self.no_write).then(|| root.to_owned()), ..usual }
     }
 }
 

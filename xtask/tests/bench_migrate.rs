@@ -1,4 +1,5 @@
-//! The study of moves that follow their guests, small: each byte is moved once, and the same traces give the same figures.
+//! Moves that follow their guests, small: in the model each byte is moved once, and the same traces give the same figures; on real storage
+//! all figures are there.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -6,7 +7,8 @@ use std::path::Path;
 
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
-use xtask::bench::migrate::{self, Options};
+use xtask::bench::migrate::{self, Options, Part};
+use xtask::bench::report::Report;
 
 /// A trace of a guest that reads runs here and there on three devices, and writes at random.
 fn write_trace(path: &Path, seed: u64) {
@@ -26,9 +28,40 @@ fn write_trace(path: &Path, seed: u64) {
     fs::write(path, text).unwrap();
 }
 
+/// A directory of all traces.
+fn traces() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["wsrch-small.trace", "spc_financial1_first9999.ssdsim.ascii", "tpcc-small.trace"];
+    names.iter().zip(0..).for_each(|(name, seed)| write_trace(&dir.path().join(name), seed));
+    dir
+}
+
+fn quick(traces: &Path) -> Options {
+    Options::quick(traces.to_owned(), traces.join("files"))
+}
+
+/// Measures a part on real storage, and looks whether its files are gone.
+pub(crate) fn measured(part: Part) -> Report {
+    xtask::build::vmstrata().unwrap();
+    let traces = traces();
+    let options = Options { parts: vec![part], ..quick(traces.path()) };
+    let report = migrate::measure(&options).unwrap();
+    assert!(report.rows.iter().all(|row| row.value.is_finite() && row.value > 0.0), "{:?}", report.rows);
+    assert_eq!(fs::read_dir(&options.dir).unwrap().count(), 0, "files are left");
+    report
+}
+
+/// Each kind of move has a guest's mean, its p99, and a rate; the controller's p99 has a bound.
+fn has_all_figures(report: &Report) {
+    let count = |what: &str| report.rows.iter().filter(|row| row.name.ends_with(what)).count();
+    let counts = ["response during a move / without", "p99 during a move / without", "the move"].map(count);
+    assert_eq!(counts, [4; 3], "{:?}", report.rows);
+    assert_eq!(report.rows.iter().filter(|row| row.bound.is_some()).count(), 1, "{:?}", report.rows);
+}
+
 /// The study itself fails if a byte of an image is not moved, or moved twice.
 fn study(traces: &Path) -> migrate::Study {
-    let study = migrate::run(&Options::quick(traces.to_owned())).unwrap();
+    let study = migrate::model(&quick(traces)).unwrap();
     assert!(study.rows.iter().all(|row| row.value.is_finite() && row.value > 0.0), "{:?}", study.rows);
     assert!(study.rows.iter().filter(|row| row.bound.is_some()).count() >= 8, "{:?}", study.rows);
     for table in &study.tables {
@@ -40,9 +73,7 @@ fn study(traces: &Path) -> migrate::Study {
 
 #[test]
 fn a_small_study_has_all_figures_and_they_are_the_same_again() {
-    let dir = tempfile::tempdir().unwrap();
-    let names = ["wsrch-small.trace", "spc_financial1_first9999.ssdsim.ascii", "tpcc-small.trace"];
-    names.iter().zip(0..).for_each(|(name, seed)| write_trace(&dir.path().join(name), seed));
+    let dir = traces();
     let first = study(dir.path());
     let date = first.date.clone();
     assert_eq!(migrate::Study { date, ..study(dir.path()) }, first);
@@ -56,6 +87,20 @@ fn a_small_study_has_all_figures_and_they_are_the_same_again() {
 fn what_is_no_trace_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("wsrch-small.trace"), "1 2 3\n").unwrap();
-    let error = migrate::run(&Options::quick(dir.path().to_owned())).unwrap_err();
+    let error = migrate::model(&quick(dir.path())).unwrap_err();
     assert!(format!("{error:#}").contains("wsrch-small.trace:1: no request"), "{error:#}");
+}
+
+#[test]
+fn moves_beside_traces_are_measured_on_this_machines_disk() {
+    has_all_figures(&measured(Part::Disk));
+}
+
+#[test]
+fn moves_beside_traces_are_measured_from_a_nas() {
+    if let Err(why) = xtask::nas::check() {
+        eprintln!("not tested: {why}");
+        return;
+    }
+    has_all_figures(&measured(Part::Nas));
 }

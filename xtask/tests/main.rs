@@ -8,6 +8,7 @@ mod bench_tier;
 mod chain_stock;
 mod counting;
 mod guest_bench_memory;
+mod guest_bench_migrate;
 mod guest_boot;
 mod guest_memory_blocks;
 mod guest_memory_lazy;

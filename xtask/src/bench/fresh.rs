@@ -240,7 +240,7 @@ pub(super) fn full(size: u64, kind: Kind, dir: &Path) -> Result<PathBuf> {
 }
 
 /// How `vmstrata create` makes the overlay of a snapshot.
-const AS_A_SNAPSHOT: [&str; 5] = ["create", "--subclusters", "--cluster-size", "128K", "-b"];
+pub(super) const AS_A_SNAPSHOT: [&str; 5] = ["create", "--subclusters", "--cluster-size", "128K", "-b"];
 
 /// Who writes to overlays, and how the overlay is made.
 const OVERLAYS: [(&str, Kind, &[&str]); 3] = [

@@ -10,7 +10,7 @@
 //!   base    ─► guests that boot from one base on a NAS, upgrade, swap and wait
 //!   rocksdb ─► a database in a guest, on a long history and on one layer
 //!   history ──► the same servers and client, over a thousand snapshots of a live disk
-//!   migrate ─► moves that follow their guests, on a modelled disk in virtual time
+//!   migrate ─► moves that follow their guests: on a modelled disk in virtual time, on real storage, beside a real guest
 //!   memory  ──► guests at work, their memory taken and given back, beside full copies and QEMU's migration
 //! ```
 //!

@@ -143,6 +143,7 @@ fn stale_tables(root: &Path) -> Result<Vec<String>> {
         (memory::SHOWN, memory::SHOWN.of_report(root)?),
         (rocksdb::SHOWN, rocksdb::SHOWN.of_report(root)?),
         (migrate::SHOWN, migrate::blocks(root)?),
+        (migrate::REAL, migrate::REAL.of_report(root)?),
         (moving::SHOWN, moving::SHOWN.of_report(root)?),
         (tier::SHOWN, tier::SHOWN.of_report(root)?),
     ];

@@ -11,9 +11,9 @@ use super::super::machine;
 use super::super::report::{self, Row};
 use super::super::shown::{Blocks, Shown};
 use super::super::table::number;
-use super::plot;
+use super::{mean, plot};
 
-/// Where the study is kept. Users meet it on its page only, as no command moves disks so yet.
+/// Where the study is kept. Users meet it on its page only.
 pub const SHOWN: Shown = Shown {
     file: "docs/measurements/migrate.json",
     summary: "docs/measurements/migrate.md",
@@ -46,7 +46,7 @@ impl Table {
 
     /// With their mean as the last value.
     pub(super) fn add_with_mean(&mut self, name: &str, values: &[f64]) {
-        self.add(name, &[values, &[super::mean(values)]].concat());
+        self.add(name, &[values, &[mean(values)]].concat());
     }
 
     /// What the paper has as the mean of its traces, which are others.

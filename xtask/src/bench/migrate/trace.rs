@@ -15,6 +15,13 @@ const SECTOR: u64 = 512;
 /// Of which stretches are made: 1 MiB to all of a device.
 const STRETCHES: std::ops::RangeInclusive<u32> = 20..=40;
 
+/// Traces, by the names of their files.
+pub(super) const TRACES: [(&str, &str); 3] = [
+    ("WebSearch", "wsrch-small.trace"),
+    ("Financial1", "spc_financial1_first9999.ssdsim.ascii"),
+    ("TPC-C", "tpcc-small.trace"),
+];
+
 /// A trace, laid out on an image.
 #[derive(Clone, Debug)]
 pub(super) struct Trace {
