@@ -9,7 +9,7 @@
 //! One thread does all of it, beside the data path. It cuts so that a write is published before it is as old as the window, or when the guest
 //! has written so many bytes, or when a flush waits to be published; never while an epoch waits to be published, so a repository that does not answer
 //! makes one epoch longer, not the chain. Whoever takes a snapshot cuts the disks without that thread, which may be stuck in a repository, and leaves
-//! it a name to give ([`Pending`]). A second thread watches the loss window, and slows the guest: [`Window`]. What the first could not publish
+//! it a name to give ([`crate::pending`]). A second thread watches the loss window, and slows the guest: [`Window`]. What the first could not publish
 //! it tries again, in order, also after a restart: an epoch is a snapshot of the local disk whose name has its number, and the newest head
 //! says which numbers are published.
 //!
@@ -17,7 +17,7 @@
 //! each other, never into one that is still to be shipped, which would be shipped with their bytes.
 //!
 //! Invariants: epochs are published in the order in which they were cut, each once; a copy that was fenced takes no more writes
-//! and publishes nothing, and keeps its layers. Lock order: the epochs of this host, the orders, the window's state.
+//! and publishes nothing, and keeps its layers. Lock order: see `shared`.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -25,9 +25,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
-use vmstrata_disk::snapshot::{SnapshotInfo, now_ns};
-use vmstrata_disk::{Disk, Durability, Format, OpenOptions, Pace, Resources, WhenDurable, snapshot_together};
+use vmstrata_disk::snapshot::now_ns;
+use vmstrata_disk::{Disk, Format, OpenOptions, Resources};
 use vmstrata_repo::Repository;
 use vmstrata_types::told;
 
@@ -35,19 +34,18 @@ use crate::advice;
 use crate::attach::point_at;
 use crate::cuts::{Cut, Cuts};
 use crate::error::{Error, Result};
-use crate::flushes::Flushes;
-use crate::head::{DiskState, EpochNumber, Head, OBJECTS_MAX, Object, ObjectId};
+use crate::head::{DiskState, EpochNumber, OBJECTS_MAX, Object, ObjectId};
 use crate::member::Member;
 use crate::meter::Meter;
 use crate::mount;
-use crate::pending::{CutState, Pending};
 use crate::pin::Pin;
 use crate::place::{Copy, Place};
 use crate::publisher::Publisher;
+use crate::shared::{Orders, Shared};
 use crate::stand;
 use crate::states::keep;
-use crate::status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
-use crate::window::{Begin, LOOK_EVERY, Moment, Watch, Window};
+use crate::status::{DurableAt, OnOutage, TierOptions, TierState};
+use crate::window::{Begin, LOOK_EVERY, Moment, Window};
 
 /// How often the disk's path is made to lead to the newest layer, at most.
 const POINT_EVERY: Duration = Duration::from_secs(120);
@@ -59,132 +57,6 @@ const SWEEP_EVERY: Duration = Duration::from_secs(60);
 const ADVICE_LOGGED: usize = 100;
 /// How long to wait before what failed is tried again; twice as long each time, up to the second.
 const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
-
-/// What the threads of a disk share.
-#[derive(Debug)]
-pub(crate) struct Shared {
-    pub(crate) orders: Mutex<Orders>,
-    pub(crate) changed: Condvar,
-    /// Signalled when the watch has to look.
-    pub(crate) watched: Condvar,
-    pub(crate) window: Window,
-    pub(crate) pending: Pending,
-    /// Held by who cuts the disks: the engine, or who takes a snapshot, for whom it may be too busy.
-    cuts: Mutex<Cuts>,
-    meter: Arc<Meter>,
-}
-
-#[derive(Debug)]
-pub(crate) struct Orders {
-    /// Counts those who asked for all that is cut off to be published; for those up to `done` it is.
-    pub(crate) asked: u64,
-    pub(crate) done: u64,
-    /// Up to whom it failed, and why.
-    pub(crate) failed: (u64, String),
-    pub(crate) is_stopped: bool,
-    pub(crate) has_ended: bool,
-    pub(crate) flushes: Flushes,
-    pub(crate) status: TierStatus,
-}
-
-impl Shared {
-    fn new(place: &Place, head: &Head, window: Window, cuts: Cuts, meter: Arc<Meter>) -> Result<Self> {
-        let status = TierStatus::of(place, head);
-        let orders = Orders {
-            asked: 0,
-            done: 0,
-            failed: (0, String::new()),
-            is_stopped: false,
-            has_ended: false,
-            flushes: Flushes::default(),
-            status,
-        };
-        let [changed, watched] = [Condvar::new(), Condvar::new()];
-        let (orders, cuts) = (Mutex::new(orders), Mutex::new(cuts));
-        let pending = Pending::of(&place.local)?;
-        Ok(Self { orders, changed, watched, window, pending, cuts, meter })
-    }
-
-    /// Cuts off what was written to the disks until now, at one instant, if anything was.
-    pub(crate) fn cut(&self, disks: &[Arc<Disk>]) -> Result<CutState> {
-        let mut cuts = self.cuts.lock();
-        if !self.window.is_dirty(disks) && !cuts.is_torn() {
-            return Ok(CutState { epoch: cuts.newest(), pause: Duration::ZERO });
-        }
-        let number = cuts.newest().next();
-        let time_ns = now_ns();
-        let (name, labels) = (number.snapshot_name(), Vec::new());
-        let info = SnapshotInfo { name, taken_ns: time_ns, labels, group: None, origin: None };
-        let sizes: Vec<u64> = disks.iter().map(|disk| disk.size()).collect();
-        let all: Vec<&Disk> = disks.iter().map(|disk| &**disk).collect();
-        let taken = self.window.cut(disks, || {
-            let taken = snapshot_together(&all, &info)?;
-            all.iter().try_for_each(|disk| disk.finalize())?;
-            Ok::<_, vmstrata_disk::Error>(taken)
-        });
-        // Else some of them may have it.
-        let taken = taken.inspect_err(|_| cuts.failed(number))?;
-        let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();
-        let layers = taken.into_iter().zip(sizes);
-        cuts.add(layers.map(|(taken, size)| Cut { number, layer: taken.layer, time_ns, size }));
-        self.show(&cuts);
-        Ok(CutState { epoch: number, pause })
-    }
-
-    /// Shows what is not published.
-    fn show(&self, cuts: &Cuts) {
-        let published = self.orders.lock().status.epoch;
-        let layers = |number| cuts.of(number).map(|cut| cut.layer.clone()).collect::<Vec<_>>();
-        self.window.set_pending(cuts.above(published).into_iter().flat_map(layers).collect());
-    }
-
-    pub(crate) fn status(&self) -> TierStatus {
-        // Before the orders: it looks at the wire.
-        let silent_since = self.window.silent_since(&self.meter);
-        let orders = self.orders.lock();
-        let mut status = orders.status.clone();
-        status.window = WindowStatus { flushes_wait: orders.flushes.len(), ..self.window.status() };
-        status.pending = self.pending.all();
-        if let (TierState::Publishing, Some(since)) = (&status.state, silent_since) {
-            let why = format!("{}: it does not answer", status.repository.display());
-            status.state = TierState::Stalled { since_ns: since.ns, why };
-        }
-        status
-    }
-
-    /// Watches the loss window until the engine has ended.
-    pub(crate) fn watch(&self, disks: &[Arc<Disk>]) {
-        let mut watch = Watch::new(disks);
-        loop {
-            let tick = Watch::tick(&self.window);
-            let mut orders = self.orders.lock();
-            if !orders.has_ended {
-                self.watched.wait_for(&mut orders, tick);
-            }
-            if orders.has_ended {
-                break;
-            }
-            drop(orders);
-            watch.look(&self.window, disks, &self.meter);
-            if self.window.is_cut_due(disks) {
-                self.changed.notify_all();
-            }
-        }
-        disks.iter().for_each(|disk| disk.pace(Pace::Free));
-    }
-}
-
-impl Durability for Shared {
-    fn hold(&self, then: WhenDurable) -> Option<WhenDurable> {
-        if !self.window.holds_flushes() {
-            return Some(then);
-        }
-        let mut orders = self.orders.lock();
-        orders.flushes.wait(then);
-        self.changed.notify_all();
-        None
-    }
-}
 
 /// The thread that publishes a disk, or the disks of a group.
 pub(crate) struct Engine {

@@ -6,7 +6,7 @@
 //!
 //! | module | what it knows |
 //! |---|---|
-//! | [`tiered`](Tiered), `engine`, [`status`](TierStatus) | when a disk is cut and published, and what is not |
+//! | [`tiered`](Tiered), `engine`, `shared`, [`status`](TierStatus) | when a disk is cut and published, and what is not |
 //! | `copies` | the copy of a disk that a host writes |
 //! | [`place`](Place), [`elsewhere`](Elsewhere), `mount` | where the parts of a tiered disk lie, and on what |
 //! | `attach`, [`attaching`](Attaching), [`detach`](Detach) | an ordinary image as the first layer, also of a disk in use, and the way back; the disk's path |
@@ -82,6 +82,7 @@ mod remote;
 mod replica;
 mod retain;
 mod sealed;
+mod shared;
 mod stand;
 mod states;
 mod status;

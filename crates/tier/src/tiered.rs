@@ -13,15 +13,16 @@ use vmstrata_repo::Repository;
 use crate::ahead;
 use crate::boot::BOOT;
 use crate::copies::{Claimed, claim};
-use crate::engine::{Engine, Held, Orders, Shared};
+use crate::engine::{Engine, Held};
 use crate::error::{Error, Result};
 use crate::metered::Watched;
 use crate::pending::{CutState, PendingSnapshot};
 use crate::place::Place;
 use crate::remote::Remote;
 use crate::replica::Replica;
+use crate::shared::{Orders, Shared, ended};
 use crate::states::{check_free, find_snapshot};
-use crate::status::{DurableAt, TierOptions, TierState, TierStatus};
+use crate::status::{DurableAt, TierOptions, TierStatus};
 
 /// A tiered disk, or the disks of a group, published from this host until this is dropped.
 #[derive(Debug)]
@@ -257,14 +258,6 @@ impl Tiered {
         }
         true
     }
-}
-
-/// Why a disk is not published any more.
-fn ended(orders: &Orders) -> Error {
-    Error::NotPublished(match &orders.status.state {
-        TierState::Fenced { why } => why.clone(),
-        _ => format!("{}: it is being closed", orders.status.local.display()),
-    })
 }
 
 impl Drop for Tiered {
