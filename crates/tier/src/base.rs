@@ -75,7 +75,21 @@ impl BaseState {
         Ok(Self { repository, named, layer })
     }
 
-    /// Its newest layer, by the name that the disk has for it.
+    /// The same for a disk that has its base's layers in a repository of its own.
+    ///
+    /// # Errors
+    /// As [`BaseState::find`]; a base whose layers are no files.
+    pub fn find_shared(onto: &Path) -> Result<Self> {
+        let other = |why: &str| Error::OtherBase { onto: path_to_text(onto), why: why.to_owned() };
+        let (base, _) = split_state(onto).ok_or_else(|| other("say BASE@VERSION"))?;
+        if base.to_str().is_some_and(DiskAddress::is_address) {
+            return Err(other("a tiered disk shares the layers of a base in a directory alone"));
+        }
+        let base = base.canonicalize().map_err(Error::of_file(base, "find"))?;
+        Self::find(onto, &repository_of(&base).join("any"))
+    }
+
+    /// Its newest layer, by the name that the disk has for it, or its base.
     pub fn layer(&self) -> &Path {
         &self.layer
     }

@@ -196,11 +196,9 @@ fn make_copy(
         let (repository, owner) = (&**publisher.repository(), publisher.head().owner);
         let (number, mut time_ns) = (EpochNumber::NONE.next(), now_ns());
         let pin = |state: &DiskState| {
-            stand::pin_first(
-                repository,
-                owner,
-                Epoch { number, time_ns: now_ns(), disks: vec![state.clone()] },
-            )
+            // The first of the disk: nothing is deleted until then.
+            let epoch = Epoch { number, time_ns: now_ns(), disks: vec![state.clone()] };
+            stand::pin_first(repository, owner, epoch).map(drop)
         };
         let images = members.iter().zip(opens);
         let first = images.map(|(member, open)| match Moved::find(member)? {

@@ -17,7 +17,7 @@
 //! each other, never into one that is still to be shipped, which would be shipped with their bytes.
 //!
 //! Invariants: epochs are published in the order in which they were cut, each once; a copy that was fenced takes no more writes
-//! and publishes nothing, and keeps its layers. Lock order: see `shared`.
+//! and publishes nothing, and keeps its layers. An epoch that a rebase publishes may be the first after several. Lock order: see `shared`.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -34,13 +34,17 @@ use crate::advice;
 use crate::attach::point_at;
 use crate::cuts::{Cut, Cuts};
 use crate::error::{Error, Result};
-use crate::head::{DiskState, EpochNumber, OBJECTS_MAX, Object, ObjectId};
+use crate::head::{DiskState, EpochNumber, HeadNumber, OBJECTS_MAX, Object, ObjectId};
 use crate::member::Member;
+use crate::merge::Merge;
+use crate::merger::Ground;
 use crate::meter::Meter;
 use crate::mount;
 use crate::pin::Pin;
 use crate::place::{Copy, Place};
 use crate::publisher::Publisher;
+use crate::rebase::{draft_of, remove_if_there};
+use crate::rebases::{Drafted, Stage};
 use crate::shared::{Orders, Shared};
 use crate::stand;
 use crate::states::keep;
@@ -70,12 +74,12 @@ pub(crate) struct Engine {
     shipped: Shipped,
     /// Keep what this host's copy stands on; `None` where one is missing.
     pins: Option<Vec<Pin>>,
-    /// Whether layers of the repository are read past the cache.
-    is_direct: bool,
+    /// Whether the copy is to stand on the newest head, whatever that frees: it reads layers past the cache, or was rebased.
+    stands_anew: bool,
     /// When it was last looked for what may be deleted.
     swept: Instant,
-    /// What the paths of the disks lead to, since when.
-    pointed: (EpochNumber, Instant),
+    /// To which head the paths of the disks lead, since when.
+    pointed: (HeadNumber, Instant),
     /// Of which epoch the disks were looked at for advice, and what of that is in the log.
     advised: (EpochNumber, BTreeSet<String>),
     /// Failures since something was published.
@@ -129,10 +133,11 @@ impl Engine {
         held: Held,
     ) -> Result<Self> {
         let Held { copy, mut publisher, pins, meter, merges, running } = held;
-        let (is_direct, is_late) = (running.is_some(), Arc::<AtomicBool>::default());
+        let (stands_anew, is_late) = (running.is_some(), Arc::<AtomicBool>::default());
         publisher.keep(options.epochs);
         let head = publisher.head();
         place.make_links()?;
+        remove_if_there(&draft_of(place))?;
         let open = |(place, open): (Place, &OpenOptions)| {
             point_at(&place, &head.epoch)?;
             Member::new(place, running.clone(), open, resources, (merges.clone(), is_late.clone()))
@@ -171,9 +176,9 @@ impl Engine {
             disks,
             shipped: Shipped { epoch: EpochNumber::NONE, layers: Vec::new() },
             pins,
-            is_direct,
+            stands_anew,
             swept: Instant::now(),
-            pointed: (head.epoch.number, Instant::now()),
+            pointed: (head.number, Instant::now()),
             advised: (EpochNumber::NONE, BTreeSet::new()),
             failures: 0,
             retry_at: None,
@@ -195,6 +200,11 @@ impl Engine {
         self.shared.clone()
     }
 
+    /// What the merges of the first disk read, and where they write.
+    pub(crate) fn ground(&self) -> Arc<Ground> {
+        Arc::clone(self.members[0].merger.ground())
+    }
+
     pub(crate) fn repository(&self) -> Arc<dyn Repository> {
         self.publisher.repository().clone()
     }
@@ -205,7 +215,7 @@ impl Engine {
             if !is_asked && !self.is_due() {
                 continue;
             }
-            let passed = self.pass();
+            let passed = self.pass(is_asked);
             if passed.is_ok() {
                 self.tidy(is_asked);
             }
@@ -234,29 +244,28 @@ impl Engine {
     fn is_due(&self) -> bool {
         let window = &self.shared.window;
         let waits = self.shared.orders.lock().flushes.len() > 0;
+        let is_rebased = self.shared.rebases.lock().is_waiting();
         let is_wanted = || {
             waits
+                || is_rebased
                 || window.is_pending()
                 || window.is_cut_due(&self.disks)
                 || self.members.iter().any(|member| member.merger.is_ready())
                 || self.swept.elapsed() >= SWEEP_EVERY
                 || !self.shared.pending.due(self.publisher.head().epoch.number).is_empty()
         };
-        (waits || !window.is_held()) && self.retry_at.map_or_else(is_wanted, |at| Instant::now() >= at)
+        (waits || is_rebased || !window.is_held())
+            && self.retry_at.map_or_else(is_wanted, |at| Instant::now() >= at)
     }
 
-    /// Publishes what waits, and cuts the disks if that is due, or if flushes wait for that.
-    fn pass(&mut self) -> Result<()> {
+    /// Does what is due: while epochs are held, what was asked for.
+    fn pass(&mut self, is_asked: bool) -> Result<()> {
         self.mend()?;
         self.publisher.settle()?;
-        self.publish_all()?;
-        let waits = self.shared.orders.lock().flushes.begin();
-        let window = &self.shared.window;
-        if waits || window.is_cut_due(&self.disks) {
-            self.shared.cut(&self.disks)?;
-            self.publish_all()?;
+        self.rebase()?;
+        if is_asked || !self.shared.window.is_held() || self.shared.orders.lock().flushes.len() > 0 {
+            self.cut_and_publish()?;
         }
-        self.shared.orders.lock().flushes.published();
         self.name_published()?;
         match self.bound() {
             Err(error) if !matches!(error, Error::Fenced { .. }) => {
@@ -267,13 +276,84 @@ impl Engine {
         }
     }
 
+    /// Publishes what waits, and cuts the disks if that is due, or if flushes wait for that.
+    fn cut_and_publish(&mut self) -> Result<()> {
+        self.publish_all()?;
+        let waits = self.shared.orders.lock().flushes.begin();
+        if waits || self.shared.window.is_cut_due(&self.disks) {
+            self.shared.cut(&self.disks)?;
+            self.publish_all()?;
+        }
+        self.shared.orders.lock().flushes.published();
+        Ok(())
+    }
+
+    /// Lets go of what ended rebases hold. Publishes the disk on the version for which a draft is shipped, or begins to.
+    fn rebase(&mut self) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let ended = shared.rebases.lock().take_ended();
+        for ended in ended {
+            if ended.may_be_merged {
+                self.give_up_merges();
+            }
+            ended.objects.iter().for_each(|id| self.publisher.discard(*id));
+            if let Err(error) = ended.pin.release(&**self.publisher.repository()) {
+                tracing::warn!(disk = %self.place, "the pin of a rebase stays for now: {}", told(&error));
+                shared.rebases.lock().put_back(ended);
+            }
+        }
+        let Some(Drafted { number, layers, objects }) = shared.rebases.lock().drafted() else {
+            return Ok(());
+        };
+        // It would go on with a chain that goes.
+        self.give_up_merges();
+        let stage = match layers {
+            Some(layers) => {
+                self.members[0].merger.begin(Merge::onto(objects, layers));
+                Stage::Merging
+            }
+            None => {
+                self.publish_as(number, objects)?;
+                self.stands_anew = true;
+                Stage::Published
+            }
+        };
+        shared.rebases.lock().advance(stage);
+        Ok(())
+    }
+
+    /// Publishes the epoch of a cut as these layers. Those before it are not published, but for snapshots.
+    fn publish_as(&mut self, number: EpochNumber, objects: Vec<Object>) -> Result<()> {
+        let named = self.shared.pending.all().into_iter().map(|snapshot| snapshot.epoch);
+        if let Some(last) = named.filter(|named| *named < number).max() {
+            self.publish_up_to(last)?;
+            self.name_published()?;
+        }
+        let cut = self.shared.cuts.lock().of(number).next().expect("it stays until it is published").clone();
+        let mut epoch = self.publisher.head().epoch.clone();
+        let state = self.place.state_mut(&mut epoch);
+        (state.size, state.objects) = (cut.size, objects);
+        (epoch.number, epoch.time_ns) = (number, cut.time_ns);
+        self.publisher.publish(epoch)?;
+        self.note_published();
+        self.report();
+        Ok(())
+    }
+
+    fn give_up_merges(&mut self) {
+        let written = self.members.iter_mut().flat_map(|member| member.merger.give_up());
+        written.for_each(|id| self.publisher.discard(id));
+    }
+
     /// Bounds what the repository holds: merges layers, and deletes what nobody needs.
     fn bound(&mut self) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let _changing = shared.changing.lock();
         let merged = self.merge_layers().and_then(|()| self.stand());
         if merged.is_err() {
-            let written = self.members.iter_mut().flat_map(|member| member.merger.give_up());
-            written.for_each(|id| self.publisher.discard(id));
+            self.give_up_merges();
         }
+        self.end_rebase(&merged);
         merged?;
         if self.pins.is_some() && self.swept.elapsed() >= SWEEP_EVERY {
             self.swept = Instant::now();
@@ -286,8 +366,20 @@ impl Engine {
         Ok(())
     }
 
+    /// Tells what became of a rebase in a pass in which merging went so.
+    fn end_rebase(&mut self, merged: &Result<()>) {
+        let is_rebased = matches!(self.shared.rebases.lock().stage(), Some(Stage::Published));
+        if is_rebased && let Err(error) = self.point() {
+            tracing::warn!(disk = %self.place, "rebased, and its path leads to an earlier state: {}", told(&error));
+        }
+        self.shared.rebases.lock().passed(merged.as_ref().err().map(|error| told(error)));
+    }
+
     /// Goes on merging layers of the repository, of one disk at a time, and publishes the chain that has come out of it.
     fn merge_layers(&mut self) -> Result<()> {
+        if self.shared.rebases.lock().is_drafting() {
+            return Ok(());
+        }
         for at in 0..self.members.len() {
             let mut others = self.members.iter().enumerate().filter(|(other, _)| *other != at);
             if others.any(|(_, other)| other.merger.is_under_way()) {
@@ -304,6 +396,12 @@ impl Engine {
             let (before, after) = (chain.len(), objects.len());
             *chain = objects;
             self.publisher.publish(epoch)?;
+            let mut rebases = self.shared.rebases.lock();
+            if matches!(rebases.stage(), Some(Stage::Merging)) {
+                rebases.advance(Stage::Published);
+                self.stands_anew = true;
+            }
+            drop(rebases);
             let repository = self.publisher.repository().describe();
             tracing::info!(repository, before, after, "layers are merged");
             self.report();
@@ -311,10 +409,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Lets go of layers that are kept for this host's copy alone, or that are read past the cache.
+    /// Lets go of layers that are kept for this host's copy alone, or that are read past the cache, or of another version of the base.
     fn stand(&mut self) -> Result<()> {
+        if self.shared.rebases.lock().keeps_layers() {
+            return Ok(());
+        }
         let head = self.publisher.head();
-        let is_wasteful = |pins: &Vec<Pin>| self.is_direct || stand::is_wasteful(pins, &head.epoch);
+        let is_wasteful = |pins: &Vec<Pin>| self.stands_anew || stand::is_wasteful(pins, &head.epoch);
         if !self.pins.as_ref().is_some_and(is_wasteful) {
             return Ok(());
         }
@@ -330,7 +431,7 @@ impl Engine {
         let pins = stand::pins_of(&**self.publisher.repository(), self.publisher.head().owner)?;
         self.pins = needed(&self.members, &self.publisher, pins)?;
         self.forget_indices();
-        self.is_direct &= rebased.is_err();
+        self.stands_anew &= rebased.is_err();
         Ok(rebased?)
     }
 
@@ -420,9 +521,15 @@ impl Engine {
 
     /// Ships and publishes the epochs of this host that are not published, oldest first.
     fn publish_all(&mut self) -> Result<()> {
+        let last = self.shared.cuts.lock().newest();
+        self.publish_up_to(last)
+    }
+
+    /// The same as far as one of them.
+    fn publish_up_to(&mut self, last: EpochNumber) -> Result<()> {
         let published = self.publisher.head().epoch.number;
         let waiting = self.shared.cuts.lock().above(published);
-        for number in waiting {
+        for number in waiting.into_iter().filter(|number| *number <= last) {
             // Before the next one, which lets go of this state some time. The end of the pass tries again, and tells what fails.
             let _ = self.name_published();
             self.publish(number)?;
@@ -461,6 +568,8 @@ impl Engine {
             let _turn = turn.ok_or_else(|| self.closed())?;
             self.ship_and_publish(&cuts)
         })?;
+        let layers = self.publisher.head().epoch.objects().count();
+        self.shared.rebases.lock().published(number, layers);
         self.report();
         Ok(())
     }
@@ -484,11 +593,16 @@ impl Engine {
         }
         // A head that could not be created may still come to be: the next pass begins with it.
         self.publisher.publish(epoch)?;
-        // Else a branch would name epochs that were published.
+        self.note_published();
+        Ok(())
+    }
+
+    /// Else a branch would name epochs that were published.
+    fn note_published(&mut self) {
+        let number = self.publisher.head().epoch.number;
         if let Err(error) = self.copy.change(|record| record.published = Some(number)) {
             tracing::warn!(disk = %self.place, "published, and not noted: {}", told(&error));
         }
-        Ok(())
     }
 
     /// Ships the cut of a disk, unless that was done before another one failed.
@@ -538,16 +652,21 @@ impl Engine {
 
     /// Makes the paths of the disks lead to what is published.
     fn point(&mut self) -> Result<()> {
-        let epoch = &self.publisher.head().epoch;
-        if self.pointed.0 != epoch.number {
-            self.members.iter().try_for_each(|member| point_at(&member.place, epoch))?;
-            self.pointed = (epoch.number, Instant::now());
+        let head = self.publisher.head();
+        if self.pointed.0 != head.number {
+            self.members.iter().try_for_each(|member| point_at(&member.place, &head.epoch))?;
+            self.pointed = (head.number, Instant::now());
         }
         Ok(())
     }
 
     /// Merges published epochs on this host into the newest of them.
     fn merge_published(&mut self) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let _changing = shared.changing.lock();
+        if shared.rebases.lock().keeps_layers() {
+            return Ok(());
+        }
         let published = self.publisher.head().epoch.number;
         for (at, member) in self.members.iter().enumerate() {
             let cuts = self.shared.cuts.lock();

@@ -24,6 +24,7 @@
 //! | [`merge`](Merge), `merger` | which layers become one, and the thread that makes them so |
 //! | `stand` | what the copy on this host stands on |
 //! | [`base`](BaseState) | which state a clone is to stand on, and what keeps that for it |
+//! | [`rebase`](rebase()), [`rebasing`](Rebasing), `rebases` | a disk gets another version of its base, out of use and in use |
 //! | `retain` | what may be deleted |
 //! | [`object`](ship) | how a layer gets into the repository |
 //! | `digests` | what proves a part of a layer |
@@ -78,6 +79,8 @@ mod pin;
 mod place;
 mod publisher;
 mod rebase;
+mod rebases;
+mod rebasing;
 mod remote;
 mod replica;
 mod retain;
@@ -116,6 +119,7 @@ pub use pin::{Pin, Purpose};
 pub use place::{CACHE_NAME, Place, stand_in};
 pub use publisher::{Claim, Publisher};
 pub use rebase::{Draft, rebase};
+pub use rebasing::Rebasing;
 pub use remote::{CachedLayer, OnMissing, Remote};
 pub use replica::{LayerReplica, Passed, Replica, Walk, read_through};
 pub use states::{age_of, find_snapshot, find_state, forget, open_state, snapshots, snapshots_of};

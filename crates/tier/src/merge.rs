@@ -52,6 +52,14 @@ impl Merge {
         Self { from, into: chain[..from].to_vec(), done: from }
     }
 
+    /// The merge onto the layers `into`, of which the last stands for the first `done` layers of the chain together with those below it.
+    ///
+    /// # Panics
+    /// Without a layer.
+    pub(crate) fn onto(into: Vec<Object>, done: usize) -> Self {
+        Self { from: into.len() - 1, into, done }
+    }
+
     /// The layers that are to become one now, lowest first: none when the merge is complete.
     pub fn left<'a>(&self, chain: &'a [Object]) -> &'a [Object] {
         let is_planted = Planted::Unmerged.is_there() && self.done > self.from;

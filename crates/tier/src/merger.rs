@@ -80,6 +80,15 @@ impl Merger {
         self.merge.is_some()
     }
 
+    /// Goes on with this merge from now on.
+    ///
+    /// # Panics
+    /// While another one is under way.
+    pub(crate) fn begin(&mut self, merge: Merge) {
+        assert!(!self.is_under_way());
+        (self.merge, self.merged) = (Some(merge), u64::MAX);
+    }
+
     /// Whether there is something to be done for who calls.
     pub(crate) fn is_ready(&self) -> bool {
         self.writing.as_ref().is_some_and(|writing| writing.thread.is_finished())
@@ -132,6 +141,11 @@ impl Merger {
             merge.merged(layers, work.run()?);
         }
         Ok(self.merge.take().map(|merge| merge.finish(chain)))
+    }
+
+    /// What it reads, and where it writes.
+    pub(crate) fn ground(&self) -> &Arc<Ground> {
+        &self.ground
     }
 
     /// Gives the merge up. Returns the layers that it wrote, which nobody needs.

@@ -9,7 +9,7 @@
 
 use std::fs;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vmstrata_disk::snapshot::now_ns;
@@ -24,10 +24,10 @@ use crate::pin::Pin;
 use crate::place::Place;
 use crate::stand::pins_of;
 
-/// What [`rebase`] has made: an overlay on a layer.
+/// What [`rebase`] and [`Rebasing`](crate::Rebasing) have made: an overlay on a layer.
 #[derive(Clone, Copy, Debug)]
 pub struct Draft<'a> {
-    /// The disk, as its host has it.
+    /// The disk, as its host has it: a layer that no guest writes meanwhile.
     pub disk: &'a Path,
     /// The layer.
     pub onto: &'a Path,
@@ -56,7 +56,7 @@ pub fn rebase<E: From<Error>>(
     let opens = [open.clone()];
     let Claimed { copy, mut publisher, .. } = claim(place, &opens, resources, |repository| repository)?;
     let open = open_options(place, open);
-    let (disk, path) = (place.disk(), place.local.join("rebased.qcow2"));
+    let (disk, path) = (place.disk(), draft_of(place));
     // What a killed server had not flushed belongs to it.
     let opened = Disk::open(&disk, &open, resources).map_err(Error::from)?;
     let size = opened.size();
@@ -84,7 +84,12 @@ pub fn rebase<E: From<Error>>(
     Ok(pins_of(&*repository, owner)?.into_iter().try_for_each(release)?)
 }
 
-fn remove_if_there(path: &Path) -> Result<()> {
+/// Where the overlay is made.
+pub(crate) fn draft_of(place: &Place) -> PathBuf {
+    place.local.join("rebased.qcow2")
+}
+
+pub(crate) fn remove_if_there(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::of_file(path, "remove")(error)),
         _ => Ok(()),

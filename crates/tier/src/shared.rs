@@ -1,6 +1,6 @@
 //! What the threads of a tiered disk share: orders for its engine, the epochs of this host, and the loss window.
 //!
-//! Lock order: the epochs of this host, the orders, the window's state.
+//! Lock order: the changes of layers, the rebases, the epochs of this host, the orders, the window's state.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,6 +16,7 @@ use crate::head::Head;
 use crate::meter::Meter;
 use crate::pending::{CutState, Pending};
 use crate::place::Place;
+use crate::rebases::Rebases;
 use crate::status::{TierState, TierStatus, WindowStatus};
 use crate::window::{Watch, Window};
 
@@ -30,6 +31,9 @@ pub(crate) struct Shared {
     pub(crate) pending: Pending,
     /// Held by who cuts the disks: the engine, or who takes a snapshot, for whom it may be too busy.
     pub(crate) cuts: Mutex<Cuts>,
+    /// Held while layers are merged or deleted, and while a rebase that needs them begins.
+    pub(crate) changing: Mutex<()>,
+    pub(crate) rebases: Mutex<Rebases>,
     pub(crate) meter: Arc<Meter>,
 }
 
@@ -67,7 +71,8 @@ impl Shared {
         let [changed, watched] = [Condvar::new(), Condvar::new()];
         let (orders, cuts) = (Mutex::new(orders), Mutex::new(cuts));
         let pending = Pending::of(&place.local)?;
-        Ok(Self { orders, changed, watched, window, pending, cuts, meter })
+        let (changing, rebases) = Default::default();
+        Ok(Self { orders, changed, watched, window, pending, cuts, changing, rebases, meter })
     }
 
     /// Cuts off what was written to the disks until now, at one instant, if anything was.
@@ -76,6 +81,17 @@ impl Shared {
         if !self.window.is_dirty(disks) && !cuts.is_torn() {
             return Ok(CutState { epoch: cuts.newest(), pause: Duration::ZERO });
         }
+        self.cut_now(&mut cuts, disks)
+    }
+
+    /// Cuts the disk off, whether it was written or not. Returns its layer.
+    pub(crate) fn cut_anew(&self, disks: &[Arc<Disk>]) -> Result<Cut> {
+        let mut cuts = self.cuts.lock();
+        let number = self.cut_now(&mut cuts, disks)?.epoch;
+        Ok(cuts.of(number).next().expect("cut now").clone())
+    }
+
+    fn cut_now(&self, cuts: &mut Cuts, disks: &[Arc<Disk>]) -> Result<CutState> {
         let number = cuts.newest().next();
         let time_ns = now_ns();
         let (name, labels) = (number.snapshot_name(), Vec::new());
@@ -92,7 +108,7 @@ impl Shared {
         let pause = taken.first().map(|taken| taken.pause).unwrap_or_default();
         let layers = taken.into_iter().zip(sizes);
         cuts.add(layers.map(|(taken, size)| Cut { number, layer: taken.layer, time_ns, size }));
-        self.show(&cuts);
+        self.show(cuts);
         Ok(CutState { epoch: number, pause })
     }
 

@@ -32,9 +32,11 @@ pub(crate) fn pin_for(repository: &dyn Repository, head: &Head) -> Result<Pin> {
     Pin::make_from(repository, head.clone(), Some(head.epoch.number), &copy_of(head.owner))
 }
 
-/// Pins an epoch for the copy of its owner before a head publishes it, as the first of the disk: nothing is deleted until then.
-pub(crate) fn pin_first(repository: &dyn Repository, owner: OwnerId, epoch: Epoch) -> Result<()> {
-    Pin { id: PinId::draw(), epoch, purpose: copy_of(owner) }.put(repository)
+/// Pins an epoch for the copy of its owner before a head publishes it. Nothing that it names is deleted before the pin is made: the caller sees to that.
+pub(crate) fn pin_first(repository: &dyn Repository, owner: OwnerId, epoch: Epoch) -> Result<Pin> {
+    let pin = Pin { id: PinId::draw(), epoch, purpose: copy_of(owner) };
+    pin.put(repository)?;
+    Ok(pin)
 }
 
 fn copy_of(owner: OwnerId) -> Purpose {

@@ -1,6 +1,6 @@
 //! A tiered disk as its server has it: opened, told of, asked for what cannot wait, and ended. What publishes it is the engine.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -15,9 +15,11 @@ use crate::boot::BOOT;
 use crate::copies::{Claimed, claim};
 use crate::engine::{Engine, Held};
 use crate::error::{Error, Result};
+use crate::merger::Ground;
 use crate::metered::Watched;
 use crate::pending::{CutState, PendingSnapshot};
 use crate::place::Place;
+use crate::rebasing::Rebasing;
 use crate::remote::Remote;
 use crate::replica::Replica;
 use crate::shared::{Orders, Shared, ended};
@@ -29,6 +31,8 @@ use crate::status::{DurableAt, TierOptions, TierStatus};
 pub struct Tiered {
     members: Vec<Place>,
     shared: Arc<Shared>,
+    /// Of the first disk.
+    ground: Arc<Ground>,
     /// Whoever closes them waits for no more than a cut.
     disks: Vec<Weak<Disk>>,
     repository: Arc<dyn Repository>,
@@ -81,7 +85,7 @@ impl Tiered {
     ) -> Result<(Vec<Arc<Disk>>, Self)> {
         let members = place.members();
         let engine = Engine::new(place, options, opens, resources, held)?;
-        let disks = engine.disks().to_vec();
+        let (disks, ground) = (engine.disks().to_vec(), engine.ground());
         let (shared, repository, remote) = (engine.shared(), engine.repository(), place.remote()?);
         if let (Some(remote), Some(files)) = (&remote, place.files()) {
             let layers = disks.iter().flat_map(|disk| disk.layers());
@@ -95,7 +99,7 @@ impl Tiered {
         let start = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let publishes = start("tier").spawn(move || engine.run()).map_err(failed())?;
         let (weak, threads) = (disks.iter().map(Arc::downgrade).collect(), Mutex::new(vec![publishes]));
-        let tiered = Self { members, shared, disks: weak, repository, remote, threads };
+        let tiered = Self { members, shared, ground, disks: weak, repository, remote, threads };
         // The watch ends with the engine.
         tiered.threads.lock().push(start("tier-watch").spawn(watch).map_err(failed())?);
         Ok((disks, tiered))
@@ -191,12 +195,25 @@ impl Tiered {
         self.shared.pending.remove(name, taken_ns)
     }
 
+    /// Begins to have the disk stand on the published layer `onto` of its base, while its guest goes on. One rebase at a time: the caller sees to
+    /// that.
+    ///
+    /// # Errors
+    /// [`Error::OtherBase`] for disks of a group, and for those whose repository is no directory; a base on another file system; whatever host
+    /// and repository report.
+    pub fn begin_rebase(&self, onto: &Path) -> Result<Rebasing> {
+        Rebasing::begin(&self.shared, &self.ground, &self.open_disks()?, onto)
+    }
+
     fn cut(&self) -> Result<CutState> {
+        self.shared.cut(&self.open_disks()?)
+    }
+
+    /// The disks, while they are published.
+    fn open_disks(&self) -> Result<Vec<Arc<Disk>>> {
         let disks = self.disks.iter().map(Weak::upgrade).collect::<Option<Vec<_>>>();
-        match disks.filter(|_| !self.shared.orders.lock().has_ended) {
-            Some(disks) => self.shared.cut(&disks),
-            None => Err(ended(&self.shared.orders.lock())),
-        }
+        let orders = self.shared.orders.lock();
+        disks.filter(|_| !orders.has_ended).ok_or_else(|| ended(&orders))
     }
 
     /// Has what is cut off published, and waits for it.

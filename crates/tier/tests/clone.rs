@@ -10,13 +10,18 @@ use std::time::Duration;
 
 use crate::common::flat::{read, write};
 use crate::common::stock::{content, path_str, qemu_img};
-use crate::common::{for_seeds, random, scratch, small_resources};
+use crate::common::{for_seeds, random, scratch, small_resources, wait_until};
 use crate::tier_support::{
     SIZE, block, host, image_at, newest_of, place, published, soon, sync, take_over, writes_of,
 };
 use rand::Rng as _;
+use vmstrata_disk::snapshot::SnapshotInfo;
 use vmstrata_disk::{CreateOptions, Disk, OpenOptions, ResourceOptions, Resources, create};
-use vmstrata_tier::{Detach, Error, Place, TierOptions, Tiered, rebase, repository_of};
+use vmstrata_repo::DirectoryRepository;
+use vmstrata_tier::{
+    Detach, Draft, Error, Head, Pin, Place, Purpose, Rebasing, TierOptions, Tiered, find_snapshot,
+    is_object_name, rebase, repository_of,
+};
 
 /// What the child finds its orders in: what it does, the clone, and how long it lives, in microseconds.
 const ORDERS: &str = "VMSTRATA_TEST_CLONE_CHILD";
@@ -73,10 +78,50 @@ fn rebase_on(desk: &Path, base: &Path) -> Result<(), Error> {
     let place = Place::of(desk, &desk.with_file_name("tier"))?;
     let resources = Resources::new(ResourceOptions::default());
     rebase(&place, &newest_layer(base), &open_options(desk), &resources, |draft| {
-        let [disk, onto, path] = [draft.disk, draft.onto, draft.path].map(path_str);
-        qemu_img(&["convert", "-O", "qcow2", "-B", onto, "-F", "qcow2", disk, path]);
+        make(draft);
         Ok(())
     })
+}
+
+fn make(draft: Draft<'_>) {
+    let [disk, onto, path] = [draft.disk, draft.onto, draft.path].map(path_str);
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", disk, path]);
+    // Copies what differs.
+    qemu_img(&["rebase", "-F", "qcow2", "-b", onto, path]);
+}
+
+/// Has a clone in use begin to stand on the base as it is published now. The draft is made.
+fn begin_on(tiered: &Tiered, base: &Path) -> Rebasing {
+    let rebasing = tiered.begin_rebase(&newest_layer(base)).unwrap();
+    make(rebasing.draft());
+    rebasing
+}
+
+fn finish(mut rebasing: Rebasing) {
+    rebasing.ship().unwrap();
+    wait_until("it is published", || rebasing.is_published().unwrap());
+}
+
+fn writes(disk: &Disk, numbers: std::ops::RangeInclusive<u64>) {
+    numbers.for_each(|number| write(disk, place(number), &block(number)).unwrap());
+}
+
+fn repository(disk: &Path) -> DirectoryRepository {
+    DirectoryRepository::open(&repository_of(disk), is_object_name).unwrap()
+}
+
+/// How many pins there are for hosts' copies of a disk.
+fn copy_pins(disk: &Path) -> usize {
+    let pins = Pin::all(&repository(disk)).unwrap();
+    pins.iter().filter(|pin| matches!(pin.purpose, Purpose::Copy { .. })).count()
+}
+
+/// How many layers an epoch of the clone has beside those of the base, all of which it has.
+fn own_layers(head: &Head, base: &Path) -> usize {
+    let (base, own) = (newest_of(base), &head.epoch.disks[0].objects);
+    let base = &base.epoch.disks[0].objects;
+    assert_eq!(own[..base.len()], base[..]);
+    own.len() - base.len()
 }
 
 fn number_of(disk: &Disk) -> u64 {
@@ -189,6 +234,116 @@ fn a_clone_stands_on_a_newer_version_of_its_base() {
     assert_eq!(writes_of(&content(&desk, "qcow2")), TIERED + 1);
 }
 
+/// A clone in use with writes that are not published, in an hour in which nothing is, and its base with its next version.
+fn held_beside_next(dir: &Path) -> (PathBuf, PathBuf, Arc<Disk>, Tiered) {
+    let (golden, desk) = clone_beside_next(dir);
+    let (disk, tiered) = host_clone(&desk).unwrap();
+    tiered.hold(Some(TierOptions::HOLD_MAX)).unwrap();
+    (golden, desk, disk, tiered)
+}
+
+/// Publishes the rest of a clone that has so many writes. So says the next process on this host, and another host.
+fn check_to_the_end(desk: &Path, (disk, tiered): (Arc<Disk>, Tiered), count: u64) {
+    assert_eq!(number_of(&disk), count);
+    sync(&tiered).unwrap();
+    assert_eq!(writes_of(&published(&newest_of(desk), desk)), count);
+    assert_eq!(writes_of(&content(desk, "qcow2")), count, "as stock tools read it");
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    drop((disk, tiered));
+    let (disk, tiered) = host_clone(desk).unwrap();
+    assert_eq!(number_of(&disk), count);
+    writes(&disk, count + 1..=count + 1);
+    sync(&tiered).unwrap();
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    drop((disk, tiered));
+    let other = desk.with_file_name("other");
+    take_over(desk, &other).unwrap();
+    let (disk, tiered) = host(desk, &other).unwrap();
+    assert_eq!(number_of(&disk), count + 1);
+    assert!(tiered.stop(soon()));
+}
+
+#[test]
+fn a_clone_in_use_ships_what_a_newer_version_of_its_base_has_not() {
+    let dir = scratch();
+    let (golden, desk, disk, tiered) = held_beside_next(dir.path());
+    let rebasing = begin_on(&tiered, &golden);
+    writes(&disk, TIERED + 1..=TIERED + 5);
+    assert_eq!(writes_of(&published(&newest_of(&desk), &desk)), CLONE, "nothing is published meanwhile");
+    finish(rebasing);
+    let head = newest_of(&desk);
+    assert_eq!(own_layers(&head, &golden), 1);
+    assert_eq!(writes_of(&published(&head, &desk)), TIERED, "as it was when it began");
+    assert_eq!(writes_of(&content(&desk, "qcow2")), TIERED, "its path leads there");
+    let below = repository_of(&desk).join(head.epoch.disks[0].newest().layer_name().as_str());
+    assert!(disk.layers().iter().any(|layer| layer.path == below), "this host stands on it");
+    assert_eq!(number_of(&disk), TIERED + 5);
+    wait_until("one pin is left", || copy_pins(&desk) == 1);
+    assert!(tiered.status().window.held_until_ns.is_some());
+    check_to_the_end(&desk, (disk, tiered), TIERED + 5);
+}
+
+#[test]
+fn what_a_clone_publishes_while_it_is_rebased_lies_above() {
+    let dir = scratch();
+    let (golden, desk) = clone_beside_next(dir.path());
+    let (disk, tiered) = host_clone(&desk).unwrap();
+    let rebasing = begin_on(&tiered, &golden);
+    for number in TIERED + 1..=TIERED + 20 {
+        writes(&disk, number..=number);
+        sync(&tiered).unwrap();
+        assert_eq!(writes_of(&published(&newest_of(&desk), &desk)), number);
+    }
+    let before = newest_of(&desk).epoch;
+    finish(rebasing);
+    let head = newest_of(&desk);
+    assert_eq!((own_layers(&head, &golden), head.epoch.number), (2, before.number));
+    assert_eq!(writes_of(&published(&head, &desk)), TIERED + 20);
+    wait_until("one pin is left", || copy_pins(&desk) == 1);
+    check_to_the_end(&desk, (disk, tiered), TIERED + 20);
+}
+
+#[test]
+fn a_rebase_that_is_given_up_leaves_a_clone_as_it_is_and_can_be_made_again() {
+    let dir = scratch();
+    let (golden, desk, disk, tiered) = held_beside_next(dir.path());
+    let draft = Place::of(&desk, &dir.path().join("tier")).unwrap().local.join("rebased.qcow2");
+    let before = newest_of(&desk);
+    for ships in [false, true] {
+        let mut rebasing = begin_on(&tiered, &golden);
+        assert!(draft.exists());
+        if ships {
+            let [repository, away] = [repository_of(&desk), dir.path().join("away")];
+            fs::rename(&repository, &away).unwrap();
+            rebasing.ship().unwrap_err();
+            fs::rename(&away, &repository).unwrap();
+        }
+        drop(rebasing);
+        wait_until("one pin is left", || copy_pins(&desk) == 1);
+        assert!(!draft.exists());
+        assert_eq!(newest_of(&desk), before);
+    }
+    finish(begin_on(&tiered, &golden));
+    assert_eq!(own_layers(&newest_of(&desk), &golden), 1);
+    check_to_the_end(&desk, (disk, tiered), TIERED);
+}
+
+#[test]
+fn a_snapshot_that_waits_for_an_epoch_before_a_rebase_gets_its_name() {
+    let dir = scratch();
+    let (golden, desk, disk, tiered) = held_beside_next(dir.path());
+    tiered.cut_for(&SnapshotInfo { name: "mon".to_owned(), taken_ns: 1, ..SnapshotInfo::default() }).unwrap();
+    writes(&disk, TIERED + 1..=TIERED + 1);
+    finish(begin_on(&tiered, &golden));
+    wait_until("it has its name", || tiered.status().pending.is_empty());
+    let pin = find_snapshot(&repository(&desk), "mon", 1).unwrap();
+    let layer = repository_of(&desk).join(pin.epoch.disks[0].newest().layer_name().as_str());
+    assert_eq!(writes_of(&content(&layer, "qcow2")), TIERED);
+    check_to_the_end(&desk, (disk, tiered), TIERED + 1);
+}
+
 /// Does what it is asked to, and is killed at some time.
 #[test]
 #[ignore = "the process that the other tests start and kill"]
@@ -201,10 +356,26 @@ fn child_that_is_killed() {
             std::thread::sleep(lifetime);
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
         });
+        let golden = path.with_file_name("golden.qcow2");
         let _tiered = match what {
             "attach" => Some(host_clone(path).unwrap()),
+            "held" | "served" => {
+                let (disk, tiered) = host_clone(path).unwrap();
+                if what == "held" {
+                    tiered.hold(Some(TierOptions::HOLD_MAX)).unwrap();
+                }
+                let rebasing = begin_on(&tiered, &golden);
+                for number in TIERED + 1..=TIERED + 4 {
+                    writes(&disk, number..=number);
+                    if what == "served" {
+                        sync(&tiered).unwrap();
+                    }
+                }
+                finish(rebasing);
+                Some((disk, tiered))
+            }
             _ => {
-                rebase_on(path, &path.with_file_name("golden.qcow2")).unwrap();
+                rebase_on(path, &golden).unwrap();
                 None
             }
         };
@@ -260,5 +431,25 @@ fn a_process_that_is_killed_while_it_rebases_a_clone_loses_nothing() {
         sync(&tiered).unwrap();
         assert_eq!(writes_of(&published(&newest_of(&desk), &desk)), TIERED);
         assert!(tiered.stop(soon()));
+    });
+}
+
+/// At every moment the repository has a whole state, and this host what was written to it.
+#[test]
+fn a_process_that_is_killed_while_it_rebases_a_clone_in_use_loses_nothing() {
+    for_seeds(24, |seed| {
+        let dir = scratch();
+        let (_, desk) = clone_beside_next(dir.path());
+        let mut random = random("rebase in use", seed);
+        let what = ["held", "served"][random.random_range(0..2)];
+        let lifetime = random.random_range(20_000..600_000_u64);
+        kill_while(what, &desk, lifetime);
+        let on_nas = writes_of(&published(&newest_of(&desk), &desk));
+        assert!(writes_of(&content(&desk, "qcow2")) <= on_nas, "its path leads to a whole state");
+        let (disk, tiered) = host_clone(&desk).unwrap();
+        let count = number_of(&disk);
+        assert!(count >= TIERED.max(on_nas), "{what}, after {lifetime} us: {count}, {on_nas} published");
+        wait_until("one pin is left", || copy_pins(&desk) == 1);
+        check_to_the_end(&desk, (disk, tiered), count);
     });
 }
