@@ -6,10 +6,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use crate::support::guest::Guest;
 use crate::support::http::ask;
 use crate::support::killed::{Call, calls_of_thread_with, killing, logging, some_of};
-use crate::support::nas::{Nas, publish};
+use crate::support::nas::{Nas, begin_slow_rebase, is_as, publish, write_until};
 use crate::support::server::Server;
 use crate::support::{assert_clean, run_err, run_json, run_ok, tool, tool_ok, wait_until};
 use serde_json::{Value, json};
@@ -72,10 +71,6 @@ fn patched() -> (Nas, [String; 2]) {
     (nas, [model, v2])
 }
 
-fn is_as(server: &Server, model: &str) {
-    tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &server.uri("desk0"), model]);
-}
-
 #[test]
 fn a_disk_stands_on_a_newer_base_and_reads_as_before() {
     let nas = Nas::new();
@@ -120,25 +115,6 @@ fn a_disk_stands_on_a_newer_base_and_reads_as_before() {
     assert!(!nas.images.files().iter().any(|file| file.contains(".part")));
 }
 
-/// Writes and reads as a guest does, and so does a model, until it is told to stop.
-fn write_until(stop: &AtomicBool, server: &Server, model: &str) -> u64 {
-    let mut guest = Guest::of(server, "desk0");
-    for number in 1.. {
-        let place = format!("{}k 60k", (40 << 10) | (number % 16 * 64));
-        guest.write(&format!("-P {} {place}", number % 200));
-        tool_ok("qemu-io", ["-f", "qcow2", "-c", &format!("write -P {} {place}", number % 200), model]);
-        let read = format!("read -P {} {place}", number % 200);
-        let said =
-            tool_ok("qemu-io", ["-f", "raw", "-c", &read, "-c", "read -P 90 1M 2M", &server.uri("desk0")]);
-        assert!(!said.contains("failed"), "{said}");
-        if stop.load(Ordering::Relaxed) {
-            guest.end();
-            return number;
-        }
-    }
-    unreachable!("numbers do not end")
-}
-
 #[test]
 fn a_disk_in_use_stands_on_a_newer_base_while_its_guest_writes() {
     let (nas, [model, v2]) = patched();
@@ -181,21 +157,11 @@ fn a_disk_in_use_stands_on_a_newer_base_while_its_guest_writes() {
     assert_clean(desk.as_ref());
 }
 
-/// Begins a job that takes its time; returns its path once something is copied.
-fn begin_slow(server: &Server, onto: &str) -> String {
-    let asked = json!({ "kind": "rebase", "disk": "desk0", "onto": onto, "bytes_per_second": 65536 });
-    let job = ask(&server.control(), "POST", "/v1/jobs", &asked.to_string()).json();
-    let path = format!("/v1/jobs/{}", job["id"]);
-    let bytes = || ask(&server.control(), "GET", &path, "").json()["bytes"].as_u64();
-    wait_until("something is copied", || bytes() > Some(0));
-    path
-}
-
 #[test]
 fn a_snapshot_that_is_taken_during_a_rebase_stays() {
     let (nas, [model, v2]) = patched();
     let server = nas.serve(&[]);
-    let path = begin_slow(&server, &v2);
+    let path = begin_slow_rebase(&server, &v2);
     server.ask_ok(["snapshot", "create", "desk0", "--name", "mid"]);
     let mid = nas.images.name("mid.qcow2");
     fs::copy(&model, &mid).unwrap();
@@ -220,7 +186,7 @@ fn a_snapshot_that_is_taken_during_a_rebase_stays() {
 fn a_cancelled_rebase_leaves_a_disk_as_it_was() {
     let (nas, [model, v2]) = patched();
     let server = nas.serve(&[]);
-    let path = begin_slow(&server, &v2);
+    let path = begin_slow_rebase(&server, &v2);
     let status = || ask(&server.control(), "GET", &path, "").json();
     let change =
         |action: &str| ask(&server.control(), "POST", &path, &json!({ "action": action }).to_string());

@@ -15,6 +15,7 @@ mod merging;
 mod moving;
 mod rebase;
 mod replica;
+mod tier_rebase;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -32,6 +33,7 @@ pub(crate) use self::merging::{DEFAULT_LIMIT, FLATTEN, MERGE, Merging, SNAPSHOT_
 pub(crate) use self::moving::{Care, DiskMove, MOVE};
 pub(crate) use self::rebase::{DiskRebase, REBASE, Rebased, left_of, may_be_of_rebase};
 pub(crate) use self::replica::{REPLICA_FILL, REPLICA_SCRUB, ReplicaWalk};
+pub(crate) use self::tier_rebase::TierRebase;
 use crate::audit::{Audit, What};
 use crate::error::Error;
 use vmstrata_types::told;

@@ -60,6 +60,7 @@ Examples:
 A guest that patched itself as the base was patched stores the patch once more. Afterwards it reads every byte as before, and its file has only what the \
 new version has not at the same place. A disk that a server has is rebased by a job of that server, and its guest goes on; `vmstrata job` slows, pauses and \
 cancels it. Otherwise no guest uses the disk: a new file is compared with it and takes its name in one step. A command that is interrupted leaves \
-the disk as it was. Refused for disks with snapshots of their own. Of a tiered disk, what differs from the new version is published as its next epoch. A base in HDFS or S3 is for disks that are served.
+the disk as it was. Refused for disks with snapshots of their own. Of a tiered disk, which may have snapshots, what differs from the new version is \
+published; what it wrote before is not shipped if `vmstrata tier hold` held it. A base in HDFS or S3 is for disks that are served and not tiered.
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";

@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
 use serde::Serialize;
-use vmstrata_api::JobSpec;
+use vmstrata_api::{DiskDetail, JobSpec, encode_segment};
 use vmstrata_backup::{Rebase, RebaseOptions, rebased_from};
 use vmstrata_disk::snapshot::state_of;
 use vmstrata_disk::{Disk, Format, OpenOptions, Resources, copy_access, directory_of, unfinished_copy};
 use vmstrata_tier::{BaseState, PinId, Place, rebase, release_clone, repository_of};
-use vmstrata_types::path_to_text;
+use vmstrata_types::{path_from_text, path_to_text};
 
 use super::backup::watched;
 use super::snapshot::live::Live;
@@ -70,8 +70,10 @@ fn rebase_served(args: &RebaseArgs, live: &Live) -> Result<Report> {
         Some(_) => path_to_text(&args.onto),
         None => path_to_text(&state_of(&std::path::absolute(base)?, version)),
     };
-    let allocated_bytes_before = allocated(&args.disk)?;
     let disk = live.name().to_owned();
+    let served: DiskDetail = live.client().get(&format!("/v1/disks/{}", encode_segment(&disk)))?;
+    let written = served.chain.last().with_context(|| format!("{disk}: has no layers"))?;
+    let allocated_bytes_before = allocated(&path_from_text(&written.path))?;
     let asked = JobSpec::Rebase { disk, onto, dry_run: args.dry_run, bytes_per_second: None };
     let job = live.wait_job(&asked, args.access.quiet || args.access.json)?;
     Ok(Report {
@@ -94,7 +96,7 @@ fn rebase_file(args: &RebaseArgs) -> Result<Report> {
     let resources = resources(&args.access.journal)?;
     let own = Own { args, disk: &disk, resources: &resources };
     if let Some(tier) = &args.tier {
-        return own.rebase_tiered(&Place::of(&disk, tier)?, base);
+        return own.rebase_tiered(&Place::of(&disk, tier)?);
     }
     ensure!(
         !repository_of(&disk).exists(),
@@ -195,11 +197,8 @@ impl Own<'_> {
         Ok(report)
     }
 
-    /// Rebases a tiered disk onto a version of `base`.
-    fn rebase_tiered(&self, place: &Place, base: &Path) -> Result<Report> {
-        let base = base.canonicalize().with_context(|| base.display().to_string())?;
-        // Its own repository has the layers that it shares with the base.
-        let target = BaseState::find(&self.args.onto, &repository_of(&base).join("any"))?;
+    fn rebase_tiered(&self, place: &Place) -> Result<Report> {
+        let target = BaseState::find_shared(&self.args.onto)?;
         let mut options = self.options();
         options.allow_backing.extend([&place.local, &place.repository].map(Clone::clone));
         let disk = place.disk();

@@ -2,9 +2,13 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::guest::Guest;
+use super::http::ask;
 use super::server::Server;
-use super::{Images, run_ok, tool_ok};
+use super::{Images, run_ok, tool_ok, wait_until};
+use serde_json::json;
 
 /// A base that was published once, and desktops that are clones of it, all on a NAS.
 pub struct Nas {
@@ -82,4 +86,38 @@ impl Nas {
         let mut kept = files.filter(|file| file.extension().is_some_and(|suffix| suffix == "chunks"));
         kept.next().expect("one layer")
     }
+}
+
+/// Whether the first desktop reads as an image.
+pub fn is_as(server: &Server, model: &str) {
+    tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &server.uri("desk0"), model]);
+}
+
+/// Writes to the first desktop and reads as a guest does, and so does a model, until it is told to stop. How often it wrote.
+pub fn write_until(stop: &AtomicBool, server: &Server, model: &str) -> u64 {
+    let mut guest = Guest::of(server, "desk0");
+    for number in 1.. {
+        let place = format!("{}k 60k", (40 << 10) | (number % 16 * 64));
+        guest.write(&format!("-P {} {place}", number % 200));
+        tool_ok("qemu-io", ["-f", "qcow2", "-c", &format!("write -P {} {place}", number % 200), model]);
+        let read = format!("read -P {} {place}", number % 200);
+        let said =
+            tool_ok("qemu-io", ["-f", "raw", "-c", &read, "-c", "read -P 90 1M 2M", &server.uri("desk0")]);
+        assert!(!said.contains("failed"), "{said}");
+        if stop.load(Ordering::Relaxed) {
+            guest.end();
+            return number;
+        }
+    }
+    unreachable!("numbers do not end")
+}
+
+/// Begins a rebase of the first desktop that takes its time; returns the job's path once something is copied.
+pub fn begin_slow_rebase(server: &Server, onto: &str) -> String {
+    let asked = json!({ "kind": "rebase", "disk": "desk0", "onto": onto, "bytes_per_second": 65536 });
+    let job = ask(&server.control(), "POST", "/v1/jobs", &asked.to_string()).json();
+    let path = format!("/v1/jobs/{}", job["id"]);
+    let bytes = || ask(&server.control(), "GET", &path, "").json()["bytes"].as_u64();
+    wait_until("something is copied", || bytes() > Some(0));
+    path
 }

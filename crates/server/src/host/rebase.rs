@@ -1,7 +1,7 @@
 //! Disks in use come to stand on other versions of their base.
 //!
 //! ```text
-//!   job rebase ──► done: nothing is left
+//!   job rebase ──► done, or of a tiered disk: nothing is left
 //!        └── cancelled, failed, or its server killed ──► Due ──► its state: job snapshot_delete
 //! ```
 
@@ -17,8 +17,8 @@ use vmstrata_types::path_from_text;
 use super::{Host, Table};
 use crate::error::Error;
 use crate::jobs::{
-    DEFAULT_LIMIT, DiskRebase, FLATTEN, MERGE, MOVE, REBASE, Rebased, SNAPSHOT_DELETE, TIER_ATTACH, left_of,
-    may_be_of_rebase,
+    DEFAULT_LIMIT, DiskRebase, FLATTEN, MERGE, MOVE, REBASE, Rebased, SNAPSHOT_DELETE, TIER_ATTACH,
+    TierRebase, left_of, may_be_of_rebase,
 };
 
 /// What is done with a disk until its job has begun.
@@ -32,15 +32,26 @@ impl Host {
         };
         let (_change, table) = self.begin_change()?;
         let (spec, disk) = table.lend(name, BEGINNING)?;
-        spec.refuse_if_tiered(BEGINNING)?;
         spec.refuse_if_local("base")?;
-        let (open, replica, subclusters) = (self.open_options(spec), spec.replica.clone(), spec.subclusters);
+        let (open, replica, is_tiered) = (self.open_options(spec), spec.replica.clone(), spec.tier.is_some());
+        let options = RebaseOptions {
+            allow_backing: open.allow_backing.clone(),
+            no_subclusters: !spec.subclusters,
+            opener: self.caches.opener(),
+        };
+        let limit = bytes_per_second.or((!dry_run).then_some(DEFAULT_LIMIT));
         let is_left = table.entry(name).is_some_and(|entry| entry.has_rebase_state);
         drop(table);
         let slot = self.jobs.reserve(&REBASE, name)?;
         self.jobs.refuse_beside(&[&MERGE, &FLATTEN, &SNAPSHOT_DELETE, &MOVE, &TIER_ATTACH], name)?;
         if disk.is_read_only() {
             return Err(vmstrata_disk::Error::from(ErrorKind::ReadOnly).in_file(disk.path()).into());
+        }
+        if is_tiered {
+            let base = BaseState::find_shared(&path_from_text(onto))?;
+            let (tiered, resources) = ((self.tier(name)?, disk.size()), Arc::clone(&self.resources));
+            let work = TierRebase::new(tiered, base.layer(), options, resources, *dry_run);
+            return self.keep_job(name, || slot.start(limit, by, work));
         }
         let below = rebased_from(disk.path(), &open).map_err(|error| match is_left {
             true => Error::Busy { name: name.clone(), doing: "being rid of what its last rebase left" },
@@ -51,15 +62,9 @@ impl Host {
             // These reads are no guest's that starts.
             self.caches.read_through(base.layer(), replica, Duration::ZERO)?;
         }
-        let options = RebaseOptions {
-            allow_backing: open.allow_backing.clone(),
-            no_subclusters: !subclusters,
-            opener: self.caches.opener(),
-        };
         let address = replica.and_then(|replica| replica.repository);
         let rebased = Rebased { disk: Arc::clone(&disk), open, address };
         let work = DiskRebase::new(rebased, base, options, Arc::clone(&self.resources), *dry_run);
-        let limit = bytes_per_second.or((!dry_run).then_some(DEFAULT_LIMIT));
         self.table.lock().note_rebase_state(name, true);
         self.keep_job(name, || slot.start(limit, by, work))
     }

@@ -93,7 +93,7 @@ impl Host {
         Ok(disks)
     }
 
-    fn tier(&self, name: &str) -> Result<Arc<Tiered>, Error> {
+    pub(super) fn tier(&self, name: &str) -> Result<Arc<Tiered>, Error> {
         let table = self.table.lock();
         table.serving(name)?;
         table.refuse_attaching(name)?;

@@ -26,7 +26,7 @@ use vmstrata_tier::{BaseState, PinId, RepositoryAddress, release_clone};
 use super::{Kind, Merging};
 use crate::error::Error;
 
-/// The kind of [`DiskRebase`].
+/// The kind of [`DiskRebase`], and of [`TierRebase`](super::TierRebase).
 pub(crate) const REBASE: Kind = Kind { name: "rebase", unit: "MiB", removes_files: false, yields: true };
 
 /// Bytes of a step.
