@@ -20,6 +20,7 @@ use crate::copies::{Claimed, claim, newest_cut, open_options, take_over};
 use crate::dense::ship_state;
 use crate::error::{Error, Result};
 use crate::head::{DiskState, Epoch};
+use crate::pending::Pending;
 use crate::pin::Pin;
 use crate::place::Place;
 use crate::stand::pins_of;
@@ -41,7 +42,7 @@ pub struct Draft<'a> {
 /// compared. Snapshots of the disk keep what they stand on.
 ///
 /// # Errors
-/// A disk of a group, a base on another file system, what `make` reports: the disk is then as it was. As [`take_over`]: then the disk has to be
+/// A disk of a group, snapshots that wait to be published, a base on another file system, what `make` reports: the disk is then as it was. As [`take_over`]: then the disk has to be
 /// taken over.
 pub fn rebase<E: From<Error>>(
     place: &Place,
@@ -55,6 +56,11 @@ pub fn rebase<E: From<Error>>(
     }
     let opens = [open.clone()];
     let Claimed { copy, mut publisher, .. } = claim(place, &opens, resources, |repository| repository)?;
+    // They would go with the copy.
+    if !Pending::of(&place.local)?.all().is_empty() {
+        let epoch = publisher.head().epoch.number;
+        return Err(Error::NotAllPublished { copy: place.local.clone(), epoch }.into());
+    }
     let open = open_options(place, open);
     let (disk, path) = (place.disk(), draft_of(place));
     // What a killed server had not flushed belongs to it.

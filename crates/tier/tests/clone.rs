@@ -344,6 +344,21 @@ fn a_snapshot_that_waits_for_an_epoch_before_a_rebase_gets_its_name() {
     check_to_the_end(&desk, (disk, tiered), TIERED + 1);
 }
 
+#[test]
+fn a_clone_with_snapshots_that_wait_is_rebased_in_use_only() {
+    let dir = scratch();
+    let (golden, desk, disk, tiered) = held_beside_next(dir.path());
+    tiered.cut_for(&SnapshotInfo { name: "mon".to_owned(), taken_ns: 1, ..SnapshotInfo::default() }).unwrap();
+    assert!(tiered.stop(soon()));
+    disk.close().unwrap();
+    drop((disk, tiered));
+    assert!(matches!(rebase_on(&desk, &golden), Err(Error::NotAllPublished { .. })));
+    let (disk, tiered) = host_clone(&desk).unwrap();
+    finish(begin_on(&tiered, &golden));
+    find_snapshot(&repository(&desk), "mon", 1).unwrap();
+    check_to_the_end(&desk, (disk, tiered), TIERED);
+}
+
 /// Does what it is asked to, and is killed at some time.
 #[test]
 #[ignore = "the process that the other tests start and kill"]
