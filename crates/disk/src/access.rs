@@ -60,7 +60,7 @@ pub fn copy(like: &Path, to: impl AsFd) -> Result<()> {
 ///
 /// # Errors
 /// Whatever the host reports.
-pub(crate) fn let_owner_write(file: impl AsFd) -> Result<()> {
+pub fn let_owner_write(file: impl AsFd) -> Result<()> {
     let set = rustix::fs::fstat(&file).and_then(|found| {
         let mode = Mode::from_raw_mode(found.st_mode) | Mode::RUSR | Mode::WUSR;
         rustix::fs::fchmod(&file, mode)

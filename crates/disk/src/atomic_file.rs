@@ -71,11 +71,20 @@ impl AtomicFile {
     ///
     /// # Errors
     /// A file of that name, unless it may be replaced; whatever the host reports.
-    pub fn publish(mut self, path: &Path, replace: bool) -> Result<()> {
+    pub fn publish(self, path: &Path, replace: bool) -> Result<()> {
         self.file.sync_all().while_trying("flush the new image")?;
+        let directory = self.directory.clone();
+        self.publish_unsynced(path, replace)?;
+        directory.sync().while_trying("flush the image's directory")
+    }
+
+    /// As [`AtomicFile::publish`], without waiting for stable storage: a power failure may leave any part of it under the name.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn publish_unsynced(mut self, path: &Path, replace: bool) -> Result<()> {
         let place = self.directory.place(path.file_name().unwrap_or_default());
-        self.give_name(&place, replace).while_trying("name the new image")?;
-        self.directory.sync().while_trying("flush the image's directory")
+        self.give_name(&place, replace).while_trying("name the new image")
     }
 
     fn give_name(&mut self, place: &Place, replace: bool) -> io::Result<()> {

@@ -91,7 +91,7 @@ mod workers;
 mod write;
 mod zero;
 
-pub use access::copy as copy_access;
+pub use access::{copy as copy_access, let_owner_write};
 pub use active::Mismatch;
 pub use atomic_file::AtomicFile;
 pub use chain::{DetectZeroes, OpenOptions, Unflushed};
