@@ -23,7 +23,7 @@ use crate::manifest::Manifest;
 use crate::packed::{PackedFile, PackedRegion};
 use crate::pipeline::{Crew, in_order};
 use crate::plan::Planned;
-use crate::raw_disk::{RawDisk, is_device, open_device};
+use crate::raw_disk::{RawDisk, is_device, open_device, store_of};
 use crate::region::Region;
 use crate::verify::check_file;
 use crate::{BackupReport, Watch};
@@ -79,12 +79,7 @@ pub fn restore(
     let open = |(path, manifest): (&PathBuf, Manifest)| Content::open(path, manifest, resources);
     let layers = files.iter().zip(manifests).map(open).collect::<Result<Vec<Content>>>()?;
     let newest = layers.last().ok_or(BackupFault::Nothing)?;
-    let shape = Shape {
-        bits: newest.plan.bits(),
-        size: newest.size(),
-        backing_name: None,
-        compression: options.compression,
-    };
+    let shape = Shape::of_backup(newest.plan.bits(), newest.size(), None, options.compression);
     let mut starts: Vec<u64> = layers.iter().flat_map(Content::regions).collect();
     starts.sort_unstable();
     starts.dedup();
@@ -132,14 +127,15 @@ fn write_disk(
     watch: &mut dyn FnMut(u64, u64) -> bool,
 ) -> Result<u64> {
     if is_device(target) {
-        let (device, _lock) = open_device(target, shape.size)?;
+        let device = open_device(target, shape.size)?;
         let to = Restored::Raw(RawDisk::new(&device, shape.size, true));
         return lay_out(layers, shape, starts, to, options, watch);
     }
     let (_replaced, draft) = reserve(target, options.replace)?;
+    let file = store_of(&draft, target)?;
     let to = match options.format {
         RestoreFormat::Qcow2 => Restored::Packed(Box::new(PackedFile::new(&draft.file, shape))),
-        RestoreFormat::Raw => Restored::Raw(RawDisk::new(&draft.file, shape.size, false)),
+        RestoreFormat::Raw => Restored::Raw(RawDisk::new(&file, shape.size, false)),
     };
     let stored = lay_out(layers, shape, starts, to, options, watch)?;
     draft.publish(target, options.replace)?;
@@ -166,7 +162,7 @@ fn lay_out(
     let jobs = starts.iter().copied().map(GuestOffset::new);
     let lay = |start| {
         crew.wait(REGION_BYTES);
-        Ok(PackedRegion::new(lay_over(layers, start, shape.size, shape.bits)?, shape))
+        PackedRegion::new(lay_over(layers, start, shape.size, shape.bits)?, shape)
     };
     in_order(&crew, jobs, lay, |region| {
         if let Some(region) = region {
@@ -181,7 +177,7 @@ fn lay_out(
         if watch(all + laid, all * 2) { Ok(()) } else { Err(BackupFault::Stopped.into()) }
     })?;
     match to {
-        Restored::Packed(file) => file.finish()?,
+        Restored::Packed(file) => file.finish(shape.size)?,
         Restored::Raw(disk) => disk.finish()?,
     }
     Ok(stored)

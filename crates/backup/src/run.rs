@@ -48,12 +48,8 @@ pub fn backup(
     if plan.has_more_regions_than(REGIONS_MAX) {
         return Err(BackupFault::TooMuch { most: REGIONS_MAX as u64 * REGION_BYTES }.into());
     }
-    let shape = Shape {
-        bits: plan.bits(),
-        size: plan.size(),
-        backing_name: link.as_ref().map(|link| link.file.clone()),
-        compression: options.compression,
-    };
+    let backing_name = link.as_ref().map(|link| &link.file);
+    let shape = Shape::of_backup(plan.bits(), plan.size(), backing_name, options.compression);
     let state = State::of(state);
     let mut job =
         Job { disk: &disk, plan: &plan, shape: &shape, options, watch, done: 0, regions: Vec::new() };
@@ -215,12 +211,12 @@ impl Job<'_> {
     fn write_packed(&mut self, draft: &AtomicFile) -> Result<FileSum> {
         let (disk, shape) = (self.disk, self.shape);
         let mut file = PackedFile::new(&draft.file, shape);
-        let read = |clusters| Ok(PackedRegion::new(Region::read(disk, clusters, shape.bits)?, shape));
+        let read = |clusters| PackedRegion::new(Region::read(disk, clusters, shape.bits)?, shape);
         self.run(read, |region| {
             file.put(&region)?;
             Ok((region.data_bytes(), region.sum))
         })?;
-        file.finish()?;
+        file.finish(shape.size)?;
         sum_of(&draft.file, &[], |_| Ok(()))
     }
 

@@ -99,12 +99,7 @@ fn rebased_header(path: &Path, file: &File, manifest: &Manifest) -> Option<(OsSt
     if name == link.file || !is_there {
         return None;
     }
-    let shape = Shape {
-        bits,
-        size: manifest.disk_bytes,
-        backing_name: Some(link.file.clone()),
-        compression: Some(header.compression_type),
-    };
+    let shape = Shape::of_backup(bits, manifest.disk_bytes, Some(&link.file), Some(header.compression_type));
     let refcounts = Refcounts {
         order: REFCOUNTS,
         first: header.refcount_table_offset.get() >> bits.get(),
