@@ -40,7 +40,7 @@ pub(crate) fn check_target(disk: &Path, target: &BackupTarget<'_>, options: &Bac
 }
 
 /// Whether `base` is in the chain of `top`, as far as that can be read.
-fn stands_on(top: &Path, base: &Path) -> bool {
+pub(crate) fn stands_on(top: &Path, base: &Path) -> bool {
     let file = |path: &Path| LocalFiles.identity(path, &Gate::unrestricted()).map(|found| found.file);
     let Ok(base) = file(base) else { return false };
     let mut next = Some(top.to_owned());

@@ -24,7 +24,7 @@ pub enum BackupFault {
         known: u32,
     },
     /// A backup in the place of the disk that it is of.
-    #[error("is a file of the disk that is to be backed up: choose another name")]
+    #[error("is a file of the disk that is copied: choose another name")]
     OntoItself,
     /// A manifest that does not match its own checksum.
     #[error("the manifest is damaged: it does not match its own checksum")]
@@ -119,14 +119,28 @@ pub enum BackupFault {
         size: u64,
     },
     /// A qcow2 image cannot go to a block device.
-    #[error("it is a block device, which gets a disk's bytes and no image: restore in raw format")]
+    #[error(
+        "only a file holds an image; a block device, an export or a pipe gets a disk's bytes: choose the raw format"
+    )]
     ImageOnDevice,
     /// A disk in raw format cannot be compressed.
     #[error("a disk in raw format is not compressed")]
     CompressedRaw,
     /// A device is overwritten only if the caller says so.
-    #[error("it is a block device, and all that is on it will be lost: say that it is to be replaced")]
+    #[error("all that is on it will be lost: say that it is to be replaced")]
     DeviceNotReplaced,
+    /// A disk in raw format cannot stand on anything.
+    #[error("a disk in raw format has no backing file")]
+    RawOnBacking,
+    /// A stream is one raw disk.
+    #[error("a stream has no layers: nothing lies below it")]
+    StreamOnBacking,
+    /// A stream is gone when it could be compared.
+    #[error("a stream cannot be read again, so nothing can be compared with it")]
+    StreamVerified,
+    /// How much a stream has shows at its end.
+    #[error("how large the disk is shows only at the end of the stream: convert it to a file first")]
+    SizeUnknown,
     /// An incremental backup without a name for what it builds upon.
     #[error("an incremental backup needs the previous backup, or the name of its backing file")]
     NoBackingName,

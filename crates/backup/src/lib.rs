@@ -1,10 +1,12 @@
-//! What changed between two states of a disk, and backups of frozen states: a qcow2 file of the clusters that matter, and a
-//! manifest of checksums beside it.
+//! What changed between two states of a disk, and copies of frozen states: as backups, which are a qcow2 file of the clusters that
+//! matter and a manifest of checksums beside it, and converted.
 //!
 //! ```text
 //!   full:         Disk::extents ─┐            ┌─► readers (threads): Disk::read, SHA-256, compression
 //!                                ├─► Plan ────┤        │ regions, in order
 //!   incremental:  Diff ──────────┘            └─► plain or packed writer ─► file or pipe ─► Manifest
+//!
+//!   convert:  Disk::extents, or a stream ─► pieces ─► threads that read, compress and write ─► packed writer, or the bytes
 //!
 //!   restore:  files, oldest first ─► their regions laid over each other, each checked ─► packed writer
 //! ```
@@ -15,11 +17,12 @@
 //! | `plan` | which clusters are stored, two bits each |
 //! | `region`, `pipeline` | the unit of work and of checksums, and how many threads keep it in order |
 //! | `plain` | an uncompressed file, written from front to back: the tables are known beforehand |
-//! | `packed` | a compressed file: its tables come last, the header at the very end |
+//! | `packed` | a file of which shows in the making what it stores: each table follows its clusters, the header comes last |
 //! | `content` | what one file stores, whatever lies below it |
 //! | [`manifest`](Manifest), `coming` | what a backup is, and the checksums of all of it; how it gets its name with the file |
-//! | `raw_disk` | a restored disk as its bytes |
+//! | `raw_disk` | a disk as its bytes |
 //! | `verify`, `restore` | comparing with the manifest, and making a disk again |
+//! | [`mod@convert`], `turns` | makes an image or a raw disk of any disk, as fast as the host can |
 //! | [`rebase`](Rebase) | moves a disk onto another base, content unchanged |
 //!
 //! Only frozen layers are read, so a backup is a state of the disk however long it takes. An incremental backup has the
@@ -34,6 +37,7 @@ mod before;
 mod coming;
 mod compress;
 mod content;
+mod convert;
 mod diff;
 mod digest;
 mod fault;
@@ -49,6 +53,7 @@ mod region;
 mod restore;
 mod run;
 mod target;
+mod turns;
 mod verify;
 
 use std::ffi::OsString;
@@ -57,6 +62,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use before::check;
+pub use convert::{ConvertOptions, ConvertReport, ConvertSource, ConvertTarget, convert, data_bytes};
 pub use diff::{ChangedBytes, Diff, DiffExtent, DiffExtents, DiffKind, DiffOptions};
 pub use fault::BackupFault;
 pub use manifest::{

@@ -12,7 +12,7 @@ use vmstrata_job::Bucket;
 /// Jobs under way or done and not taken, for each thread.
 const AHEAD: usize = 2;
 /// How long a wait lasts before the caller is asked whether to go on.
-const TICK: Duration = Duration::from_millis(50);
+pub(crate) const TICK: Duration = Duration::from_millis(50);
 
 /// Who works, and how fast.
 #[derive(Debug)]
@@ -32,6 +32,16 @@ impl Crew {
         };
         let bucket = Bucket::new(per_second.filter(|rate| *rate > 0), Instant::now());
         Self { threads, bucket: Mutex::new(bucket), stopped: AtomicBool::new(false) }
+    }
+
+    /// How many threads work.
+    pub(crate) fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// The work has failed: nothing waits for the rate any more.
+    pub(crate) fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
     }
 
     /// Waits until `bytes` more may be read, or the work has failed.

@@ -34,7 +34,7 @@ fn states(dir: &Path) -> [PathBuf; 2] {
     [old, new]
 }
 
-fn entries(dir: &Path) -> Vec<String> {
+pub(crate) fn entries(dir: &Path) -> Vec<String> {
     let names =
         std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<String> = names.collect();
@@ -43,7 +43,7 @@ fn entries(dir: &Path) -> Vec<String> {
 }
 
 /// Fails each read in turn until `job` has none left to fail; a job with a failed read must fail.
-fn fail_each_read(mut job: impl FnMut(&Arc<Resources>) -> Result<(), Error>) -> u64 {
+pub(crate) fn fail_each_read(mut job: impl FnMut(&Arc<Resources>) -> Result<(), Error>) -> u64 {
     for nth in 0.. {
         let plan = FaultPlan::new();
         let files = FaultyFiles::new(&plan);

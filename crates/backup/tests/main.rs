@@ -3,6 +3,7 @@
 mod chain;
 #[path = "../../disk/tests/common/mod.rs"]
 mod common;
+mod convert;
 mod diff_model;
 mod faults;
 mod states;
