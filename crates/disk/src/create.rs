@@ -133,12 +133,17 @@ fn make(path: &Path, options: &CreateOptions, opener: &dyn Opener) -> Result<()>
         None => Err(error),
     })?;
     if let Some((name, _)) = &options.backing {
-        back_refs::record_chain(path, [resolve(path, name)?.path.as_path(), path].into_iter());
+        record_overlay(path, &resolve(path, name)?.path);
     }
     write_new(path, &image, options.force, replaced.is_some())
 }
 
 type Replaced = Option<(FileStore, FileId)>;
+
+/// Records the image at `path`, which is made otherwise than by [`create`], beside its backing file in another directory.
+pub fn record_overlay(path: &Path, backing: &Path) {
+    back_refs::record_chain(path, [backing, path].into_iter());
+}
 
 /// Makes sure that a file may be made at `path`; locks the one that is to be replaced.
 fn take_place(path: &Path, replace: bool) -> Result<Replaced> {

@@ -45,6 +45,7 @@ mod changes;
 mod check;
 mod compressed;
 pub mod create;
+mod described;
 mod disk;
 mod entry;
 mod epoch;
@@ -97,6 +98,7 @@ pub use atomic_file::AtomicFile;
 pub use chain::{DetectZeroes, OpenOptions, Unflushed};
 pub use check::{CheckOptions, check};
 pub use create::{CreateOptions, create, create_on};
+pub use described::DescribedDisk;
 pub use disk::{
     AttachedWriter, Disk, FlatHome, HasWriter, Indexing, NewHome, ResizeFault, Resized, Shrink, Taken,
     Together, Watch, make_overlay, remove_second_name, snapshot_together,

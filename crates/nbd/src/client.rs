@@ -25,7 +25,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::net::sockopt::{Timeout, set_socket_keepalive, set_socket_timeout, set_tcp_nodelay};
 use rustix::net::{Shutdown, shutdown};
-use vmstrata_store::{Segment, Slices, Store, copy_from_slice, copy_to_slice, total_len};
+use vmstrata_store::{Access, Segment, Slices, Store, copy_from_slice, copy_to_slice, total_len};
 use vmstrata_types::HostOffset;
 
 use crate::option::{INFO_BLOCK_SIZE, INFO_EXPORT, OptionKind, ReplyKind};
@@ -80,6 +80,14 @@ impl Client {
     /// # Errors
     /// A server that cannot be reached, has no such export, or one that a disk cannot lie on.
     pub fn connect(uri: &Uri) -> io::Result<Self> {
+        Self::connect_for(uri, Access::ReadWrite)
+    }
+
+    /// The same; for reading alone any export will do.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn connect_for(uri: &Uri, access: Access) -> io::Result<Self> {
         let socket = Arc::new(reach(&uri.place)?);
         set_socket_timeout(&socket, Timeout::Recv, Some(GREETING))?;
         set_socket_timeout(&socket, Timeout::Send, Some(GREETING))?;
@@ -87,10 +95,11 @@ impl Client {
         set_socket_timeout(&socket, Timeout::Recv, None)?;
         set_socket_timeout(&socket, Timeout::Send, None)?;
         let refused = |why: &str| Err(io::Error::new(io::ErrorKind::Unsupported, why.to_owned()));
-        if found.flags.contains(TransmissionFlags::READ_ONLY) {
+        let writes = access == Access::ReadWrite;
+        if writes && found.flags.contains(TransmissionFlags::READ_ONLY) {
             return refused("the export is read-only");
         }
-        if !found.flags.contains(TransmissionFlags::SEND_FLUSH) {
+        if writes && !found.flags.contains(TransmissionFlags::SEND_FLUSH) {
             return refused("the server cannot flush: nothing would tell what is on stable storage");
         }
         if found.block_min > SECTOR {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vmstrata_disk::{IoContext as _, LocalFiles, Opened, Opener, Result, Role};
-use vmstrata_store::{FileId, FileIdentity, Gate, Ring, Store as _};
+use vmstrata_store::{Access, FileId, FileIdentity, Gate, Ring, Store as _};
 
 use crate::client::Client;
 use crate::uri::Uri;
@@ -18,12 +18,20 @@ const ELSEWHERE: u64 = u32::MAX as u64;
 #[derive(Debug)]
 pub struct Files {
     others: Arc<dyn Opener>,
+    /// The export that may be opened for reading.
+    read: Option<PathBuf>,
 }
 
 impl Files {
     /// What is no address is opened by `others`.
     pub fn new(others: Arc<dyn Opener>) -> Self {
-        Self { others }
+        Self { others, read: None }
+    }
+
+    /// The same; the export at `path` is opened for reading, too: a disk that nothing may write meanwhile, which its server cannot be
+    /// asked for.
+    pub fn reading(others: Arc<dyn Opener>, path: &Path) -> Self {
+        Self { others, read: Some(path.to_owned()) }
     }
 }
 
@@ -33,15 +41,17 @@ impl Default for Files {
     }
 }
 
-fn connect(uri: &Uri, role: Role) -> io::Result<Opened> {
-    // A layer below another, whatever names it there, is never reached over a network.
-    if !matches!(role, Role::Active(_) | Role::Inspected) {
-        return Err(io::Error::new(
-            io::ErrorKind::Unsupported,
-            "only a whole disk lies there, and no layer of one",
-        ));
-    }
-    let client = Client::connect(uri)?;
+fn connect(uri: &Uri, role: Role, may_read: bool) -> io::Result<Opened> {
+    let access = match role {
+        Role::Active(_) | Role::Inspected => Access::ReadWrite,
+        Role::Frozen if may_read => Access::ReadOnly,
+        // A layer below another, whatever names it there, is never reached over a network.
+        _ => {
+            let why = "only a whole disk lies there, and no layer of one";
+            return Err(io::Error::new(io::ErrorKind::Unsupported, why));
+        }
+    };
+    let client = Client::connect_for(uri, access)?;
     let identity = FileIdentity { len: client.len()?, ..identity_of(uri) };
     Ok(Opened { store: Arc::new(client), identity })
 }
@@ -58,7 +68,8 @@ fn identity_of(uri: &Uri) -> FileIdentity {
 impl Opener for Files {
     fn open(&self, path: &Path, role: Role, gate: &Gate) -> Result<Opened> {
         let Some(uri) = Uri::of(path) else { return self.others.open(path, role, gate) };
-        let opened = uri.map_err(io::Error::other).and_then(|uri| connect(&uri, role));
+        let may_read = self.read.as_deref() == Some(path);
+        let opened = uri.map_err(io::Error::other).and_then(|uri| connect(&uri, role, may_read));
         opened.while_trying("take the export").map_err(|error| error.in_file(path))
     }
 
