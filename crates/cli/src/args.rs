@@ -6,6 +6,7 @@
 mod backup;
 mod base;
 mod control;
+mod convert;
 mod gc;
 mod index;
 mod job;
@@ -38,6 +39,7 @@ pub use self::base::{BaseArgs, BaseCommand, BaseListArgs, BasePublishArgs, BaseR
 pub use self::control::{
     ControlArgs, DiskArgs, DiskCommand, ExportArgs, ExportCommand, NewExport, StatusArgs, TopArgs,
 };
+pub use self::convert::ConvertArgs;
 pub use self::gc::GcArgs;
 pub use self::index::{
     IndexArgs, IndexBuildArgs, IndexCommand, IndexCommonArgs, IndexDropArgs, IndexVerifyArgs,
@@ -155,6 +157,8 @@ pub enum Command {
     Move(Box<MoveArgs>),
     /// Move all disks of a directory that a server serves
     Drain(Box<DrainArgs>),
+    /// Make an image or a raw disk of a disk, of any kind and from anywhere
+    Convert(Box<ConvertArgs>),
     /// Show what changed between two states of a disk
     Diff(DiffArgs),
     /// Copy a state of a disk, whole or what changed, with checksums; or verify a copy

@@ -76,6 +76,7 @@ fn run(mut command: Command) -> anyhow::Result<ExitCode> {
         Command::Resize(args) => commands::resize::run(&args),
         Command::Move(args) => commands::moving::run(&args),
         Command::Drain(args) => commands::moving::drain(&args),
+        Command::Convert(args) => commands::convert::run(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Backup(args) => commands::backup::run(&args),
         Command::Restore(args) => commands::restore::run(&args),

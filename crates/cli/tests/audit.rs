@@ -41,6 +41,7 @@ const STEPS: &[Step] = &[
     step("index build %/web.qcow2", "index_build", "web.qcow2"),
     step("index drop %/web.qcow2", "index_drop", "web.qcow2"),
     step("backup %/web.qcow2@s1 -o %/full.qcow2 --no-hold", "disk_backup", "web.qcow2@s1"),
+    step("convert %/web.qcow2@s1 %/flat.raw", "disk_convert", "flat.raw"),
     step("restore %/full.qcow2 -o %/back.qcow2", "disk_restore", "back.qcow2"),
     step("resize %/web.qcow2 32M", "disk_resize", "web.qcow2"),
     freeing("snapshot delete %/web.qcow2 s1", "snapshot_delete", "web.qcow2"),

@@ -8,6 +8,7 @@ mod config;
 mod contract;
 mod control;
 mod control_hostile;
+mod convert;
 mod create;
 mod desktops;
 mod diff;

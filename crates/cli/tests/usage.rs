@@ -19,8 +19,8 @@ fn check_help(command: &[&str]) -> usize {
 fn every_command_at_every_level_has_help_with_examples() {
     let commands = commands_of(&[]);
     let expected = [
-        "create", "info", "snapshot", "index", "merge", "flatten", "resize", "diff", "backup", "restore",
-        "serve", "vm",
+        "create", "info", "snapshot", "index", "merge", "flatten", "resize", "convert", "diff", "backup",
+        "restore", "serve", "vm",
     ];
     assert!(expected.iter().all(|name| commands.iter().any(|listed| listed == name)), "{commands:?}");
     let all: usize = commands.iter().map(|command| check_help(&[command])).sum();

@@ -4,6 +4,7 @@ pub mod backup;
 pub mod base;
 pub mod check;
 pub mod completions;
+pub mod convert;
 pub mod create;
 pub mod diff;
 pub mod disk;
