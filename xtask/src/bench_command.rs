@@ -10,7 +10,7 @@ use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
 use xtask::bench::{
-    base, flush, fragmented, fresh, history, memory, migrate, moving, publish, rocksdb, tier,
+    base, convert, flush, fragmented, fresh, history, memory, migrate, moving, publish, rocksdb, tier,
 };
 use xtask::size::parse_size;
 
@@ -25,6 +25,8 @@ pub(crate) struct Bench {
 enum What {
     /// Stock QEMU, vmstrata and the floor over chains of several lengths.
     Chain(ChainBench),
+    /// Disks converted to qcow2, plain and compressed, and a long chain to raw, beside `qemu-img convert` (15 GiB of files).
+    Convert(PlainBench),
     /// A disk of one layer, and what a snapshot every few seconds costs (30 GiB of files).
     Fresh(FreshBench),
     /// Disks whose 4 KiB blocks lie all over a long history, beside a fresh one (20 GiB of files).
@@ -183,6 +185,13 @@ impl Bench {
         let root = super::root();
         match self.what {
             What::Chain(chain) => run::run(&chain.options(root)?).map(|_| ()),
+            What::Convert(bench) => {
+                let dir = bench.dir(root, "convert");
+                let usual =
+                    if bench.quick { convert::Options::quick(dir) } else { convert::Options::full(dir) };
+                let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
+                convert::run(&convert::Options { rounds, publish, ..usual }).map(|_| ())
+            }
             What::Fragmented(bench) => {
                 let dir = bench.dir(root, "fragmented");
                 let usual = if bench.quick {
@@ -272,6 +281,7 @@ fn render(root: &Path) -> Result<()> {
     }
     let reports = [
         base::SHOWN,
+        convert::SHOWN,
         flush::SHOWN,
         fragmented::SHOWN,
         fresh::SHOWN,

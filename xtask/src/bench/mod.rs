@@ -5,6 +5,7 @@
 //!    └────► results (samples, medians) ──► targets (paired ratios) ──► tables (shown) and plot (SVG)
 //!   fragmented ─► disks whose blocks lie all over a long history
 //!   fresh   ──► a disk of one layer, and what its first snapshots cost
+//!   convert ─► disks converted, beside `qemu-img convert`
 //!   flush   ─► guests that flush often, with a flush log and without
 //!   tier    ─► disks whose epochs go to a NAS, beside none and beside QEMU on the NAS
 //!   base    ─► guests that boot from one base on a NAS, upgrade, swap and wait
@@ -20,6 +21,7 @@
 pub mod base;
 mod cached;
 pub mod client;
+pub mod convert;
 mod fleet;
 mod floor;
 pub mod flush;

@@ -20,7 +20,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::bench::{fragmented, fresh, history, memory, migrate, moving, publish, rocksdb, tier};
+use crate::bench::{convert, fragmented, fresh, history, memory, migrate, moving, publish, rocksdb, tier};
 use lexer::{Token, tokens};
 
 /// One Rust source file.
@@ -137,6 +137,7 @@ fn unrun_tests(sources: &[Source]) -> Vec<String> {
 fn stale_tables(root: &Path) -> Result<Vec<String>> {
     let measured = [
         (publish::SHOWN, publish::blocks(root)?),
+        (convert::SHOWN, convert::SHOWN.of_report(root)?),
         (fragmented::SHOWN, fragmented::SHOWN.of_report(root)?),
         (fresh::SHOWN, fresh::SHOWN.of_report(root)?),
         (history::SHOWN, history::SHOWN.of_report(root)?),
