@@ -129,7 +129,7 @@ pub enum BackupFault {
     /// A device is overwritten only if the caller says so.
     #[error("all that is on it will be lost: say that it is to be replaced")]
     DeviceNotReplaced,
-    /// A disk in raw format cannot stand on anything.
+    /// A raw disk has no backing file.
     #[error("a disk in raw format has no backing file")]
     RawOnBacking,
     /// A stream is one raw disk.

@@ -110,7 +110,7 @@ pub(crate) struct LayerCopy {
     there: u64,
     /// Which chunk is next. Its offsets are those of the file.
     scheduler: Scheduler,
-    /// What is left of the last one, and the digest of the rest of it.
+    /// The chunk that is being copied: the range that is left, and the digest of what was read.
     chunk: Option<(Range<u64>, ChunkDigest)>,
     digest: Digest,
     buffer: Vec<u8>,

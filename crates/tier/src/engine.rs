@@ -74,7 +74,7 @@ pub(crate) struct Engine {
     shipped: Shipped,
     /// Keep what this host's copy stands on; `None` where one is missing.
     pins: Option<Vec<Pin>>,
-    /// Whether the copy is to stand on the newest head, whatever that frees: it reads layers past the cache, or was rebased.
+    /// Whether the copy moves to the newest head even if that frees little: it reads layers past the cache, or was rebased.
     stands_anew: bool,
     /// When it was last looked for what may be deleted.
     swept: Instant,

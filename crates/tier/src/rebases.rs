@@ -28,7 +28,7 @@ pub(crate) enum Stage {
     Drafted(Vec<Object>),
     /// What was published since the cut is merged onto it.
     Merging,
-    /// A head names it. The copy on this host stands on the old version.
+    /// A head names it. This host's copy still uses the old version.
     Published,
     Done,
     Failed(String),

@@ -1,4 +1,4 @@
-//! A tiered disk in use comes to stand on another version of its base.
+//! Moves a tiered disk in use to another version of its base.
 //!
 //! ```text
 //!   cut       v1 ◄── own ◄── epoch N ◄── active      the guest goes on, and so do cuts and heads

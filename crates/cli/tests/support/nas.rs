@@ -93,7 +93,7 @@ pub fn is_as(server: &Server, model: &str) {
     tool_ok("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", &server.uri("desk0"), model]);
 }
 
-/// Writes to the first desktop and reads as a guest does, and so does a model, until it is told to stop. How often it wrote.
+/// Writes to the first desktop and to a model until `stop` is set, and reads each write back. Returns the number of writes.
 pub fn write_until(stop: &AtomicBool, server: &Server, model: &str) -> u64 {
     let mut guest = Guest::of(server, "desk0");
     for number in 1.. {

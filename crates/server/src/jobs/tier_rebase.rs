@@ -1,4 +1,4 @@
-//! A tiered disk in use comes to stand on another version of its base: see [`Rebasing`].
+//! Moves a tiered disk in use to another version of its base: see [`Rebasing`].
 
 use std::fmt;
 use std::path::{Path, PathBuf};
