@@ -14,7 +14,7 @@
 //! Invariants:
 //! - A chunk that is here was proved by its digest in this process.
 //! - A read holds a layer's token from before it looks at chunks to its end. Eviction takes a chunk out of the table, replaces the token, and
-//!   frees the chunk's bytes once no read holds the old token. It does not wait for that: the budget is exceeded meanwhile.
+//!   frees the chunk's bytes once no read holds the old token, when another chunk comes. It does not wait for that: the budget is exceeded meanwhile.
 //! - A layer gives up no more chunks before those are gone: who holds an older token needs no newer one.
 //! - A pinned layer, which a file `ID.pinned` makes it, gives up none.
 //! - One process writes the directory at a time. Others may read what it has beside it: for them nothing is ever here, and they prove each
