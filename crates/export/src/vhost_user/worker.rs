@@ -306,7 +306,8 @@ impl Loop {
 
     /// Sleeps until a kick, a completion or an order.
     fn sleep(&mut self) {
-        let mut busy = false;
+        // A stop that ended in this round may have taken the wake-up of an order.
+        let mut busy = self.mailbox.is_pending();
         for queue in self.slots.iter_mut().flatten() {
             busy |= queue.prepare_sleep();
         }
