@@ -9,6 +9,8 @@ fail() {
 word() { sed -n "s/.*$1=\([a-z0-9]*\).*/\1/p" /proc/cmdline; }
 mount -t tmpfs tmpfs /tmp && mount -t sysfs sysfs /sys || fail "mount"
 mkdir -p /dev/shm && mount -t tmpfs tmpfs /dev/shm || fail "shm"
+# Of a disk that writes through, Linux sends no flush.
+grep -q "write back" /sys/block/vdb/queue/write_cache || fail "vdb is not flushed"
 task=$(word task) appends=$(word appends) transactions=$(word transactions) seconds=$(word seconds)
 
 # Says how often a second something was done, of which there were so many since `start`.

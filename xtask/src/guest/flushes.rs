@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
+use super::vm::FLUSHED;
 use super::{Attach, BOOT_MAX, Guest, RootImage, Task, Vm, packages, spread, target};
 
 const INIT: &str = include_str!("flushes-init.sh");
@@ -115,8 +116,10 @@ impl Flushing {
             let path = socket.display();
             more.extend(["-chardev".to_owned(), format!("socket,id=more{number},path={path}")]);
             // Devices are found in the order of their slots: the root's first.
-            let device =
-                format!("vhost-user-blk-pci,chardev=more{number},num-queues=1,addr={:#x}", 0x10 + number);
+            let device = format!(
+                "vhost-user-blk-pci,chardev=more{number},num-queues=1,{FLUSHED},addr={:#x}",
+                0x10 + number
+            );
             more.extend(["-device".to_owned(), device]);
         }
         Vm::boot_with(&self.guest, &Attach::Qcow2(self.root.clone()), task, &more)

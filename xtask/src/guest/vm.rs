@@ -11,6 +11,9 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::Guest;
 
+/// Of a vhost-user-blk device: QEMU's server says that it writes through, and does not. A guest that cannot ask sends flushes.
+pub(super) const FLUSHED: &str = "config-wce=off";
+
 /// How the guest's disk reaches it.
 #[derive(Clone, Debug)]
 pub enum Attach {
@@ -169,7 +172,7 @@ impl Vm {
             Attach::VhostUser(socket) => {
                 let path = socket.display();
                 command.arg("-chardev").arg(format!("socket,id=disk,path={path},reconnect=1"));
-                command.args(["-device", "vhost-user-blk-pci,chardev=disk,num-queues=1"]);
+                command.arg("-device").arg(format!("vhost-user-blk-pci,chardev=disk,num-queues=1,{FLUSHED}"));
             }
             Attach::Nbd(socket) => {
                 let path = socket.display();
