@@ -10,8 +10,11 @@
 //! it holds no data of its own and decides nothing about layers. What comes in through an export is hostile
 //! until checked; no client can harm another one, or take more memory than its export's limits say.
 
+mod buffer;
+mod engine;
 pub mod nbd;
 mod reach;
+mod slab;
 mod unix_socket;
 pub mod vhost_user;
 

@@ -23,7 +23,6 @@ mod buffers;
 mod connection;
 pub mod contexts;
 mod diff_base;
-mod engine;
 mod error;
 mod exports;
 mod handshake;
@@ -34,7 +33,6 @@ mod outgoing;
 mod receive;
 mod registry;
 mod session;
-mod slab;
 mod tls;
 mod transport;
 

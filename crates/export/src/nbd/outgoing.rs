@@ -5,11 +5,12 @@ use std::io::IoSlice;
 
 use smallvec::SmallVec;
 
-use super::buffers::{Buffer, BufferPool};
+use super::buffers::BufferPool;
 use super::error::End;
 use super::limits::{MAX_OUTGOING, MAX_OUTGOING_BYTES};
 use super::protocol::reply::Head;
 use super::transport::Transport;
+use crate::buffer::Buffer;
 
 /// Runs of memory handed to the socket at a time.
 const MAX_SLICES: usize = 128;

@@ -4,9 +4,9 @@ use vmstrata_disk::{Error, Op};
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::{Session, TaskKind};
+use crate::buffer::Buffer;
+use crate::engine::Piece;
 use crate::nbd::admission::Refusal;
-use crate::nbd::buffers::Buffer;
-use crate::nbd::engine::Piece;
 use crate::nbd::outgoing::Payload;
 use crate::nbd::protocol::Errno;
 use crate::nbd::protocol::reply::{Head, Style};
@@ -30,7 +30,7 @@ impl Session {
         count
     }
 
-    fn complete(&mut self, piece: Piece, result: Result<(), Error>) {
+    fn complete(&mut self, piece: Piece<u32>, result: Result<(), Error>) {
         let error = result.err().map(|error| self.report(&piece, &error));
         let task = self.tasks.get_mut(piece.task);
         task.outstanding -= 1;
@@ -94,7 +94,7 @@ impl Session {
     }
 
     /// Logs a failure of the disk. A client can bring about any number of them: the first few are enough.
-    fn report(&mut self, piece: &Piece, error: &Error) -> Errno {
+    fn report(&mut self, piece: &Piece<u32>, error: &Error) -> Errno {
         self.report_failure(piece.range, error);
         Errno::from_os(error.errno())
     }

@@ -31,9 +31,8 @@ use self::span::{SpanKind, Spanning};
 use self::status::Filtering;
 use self::write::Writing;
 use super::admission::{self, Refusal, Terms};
-use super::buffers::{Buffer, BufferPool};
+use super::buffers::BufferPool;
 use super::diff_base::Selection;
-use super::engine::{Engine, Piece};
 use super::error::End;
 use super::exports::{Export, Visible};
 use super::handshake::Agreement;
@@ -44,8 +43,10 @@ use super::protocol::reply::{Head, ReplyTo};
 use super::protocol::request::{Command, Request};
 use super::protocol::{CommandFlags, MAX_PAYLOAD};
 use super::receive::ReceiveBuffer;
-use super::slab::Slab;
 use super::transport::Transport;
+use crate::buffer::Buffer;
+use crate::engine::{Engine, Piece};
+use crate::slab::Slab;
 
 /// Why [`Session::advance`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,14 +105,14 @@ enum Current {
 
 /// The requests of one connection.
 pub(crate) struct Session {
-    engine: Engine,
+    engine: Engine<u32>,
     tasks: Slab<Task>,
     current: Current,
     /// What the read being taken in consists of, from its `next` on.
     runs: std::collections::VecDeque<Run>,
     pool: BufferPool,
     out: Outgoing,
-    finished: Vec<(Piece, Result<(), Error>)>,
+    finished: Vec<(Piece<u32>, Result<(), Error>)>,
     export: Arc<Export>,
     terms: Terms,
     contexts: Selection,
@@ -287,7 +288,7 @@ impl Session {
     }
 
     /// What carries the pieces out, to sleep with.
-    pub(crate) fn engine(&mut self) -> &mut Engine {
+    pub(crate) fn engine(&mut self) -> &mut Engine<u32> {
         &mut self.engine
     }
 }

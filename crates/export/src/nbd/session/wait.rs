@@ -6,7 +6,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::Session;
-use crate::nbd::buffers::{Buffer, BufferPool};
+use crate::buffer::Buffer;
 use crate::nbd::memory::Share;
 
 impl Session {
@@ -14,7 +14,7 @@ impl Session {
     pub(super) fn buffer(&mut self, len: usize) -> Option<Buffer> {
         let lent = self.pool.lent();
         let has_room =
-            self.engine.has_room() && (lent == 0 || lent + BufferPool::cost(len) <= self.payload_bytes);
+            self.engine.has_room() && (lent == 0 || lent + Buffer::cost(len) <= self.payload_bytes);
         if has_room { self.pool.take(len) } else { None }
     }
 

@@ -4,7 +4,7 @@ use vmstrata_disk::Op;
 use vmstrata_types::{GuestOffset, GuestRange};
 
 use super::{Current, Pause, Session, Task, TaskKind};
-use crate::nbd::buffers::Buffer;
+use crate::buffer::Buffer;
 use crate::nbd::limits::PIECE;
 use crate::nbd::protocol::reply::ReplyTo;
 use crate::nbd::receive::ReceiveBuffer;

@@ -1,4 +1,4 @@
-//! One connection's requests inside the disk engine, and the memory they use.
+//! One client's requests inside the disk engine, and the memory they use.
 //!
 //! A request of the protocol is handed over in pieces. The engine writes into a piece's buffer, or reads from
 //! it, until the piece has completed; [`Engine`] owns both the queue and the buffers, so neither outlives the other.
@@ -12,14 +12,14 @@ use vmstrata_disk::{Completion, Disk, Error, IoQueue, Op, Request};
 use vmstrata_store::{Segment, SegmentVec};
 use vmstrata_types::GuestRange;
 
-use super::buffers::Buffer;
-use super::slab::Slab;
+use crate::buffer::Buffer;
+use crate::slab::Slab;
 
 /// A piece of a request, under way or just done.
 #[derive(Debug)]
-pub(crate) struct Piece {
+pub(crate) struct Piece<T> {
     /// The request it belongs to.
-    pub(crate) task: u32,
+    pub(crate) task: T,
     /// What it covers.
     pub(crate) range: GuestRange,
     /// The bytes read, or to be written.
@@ -27,16 +27,16 @@ pub(crate) struct Piece {
 }
 
 /// A queue into the disk with the buffers of everything in it.
-pub(crate) struct Engine {
+pub(crate) struct Engine<T> {
     // Dropped before `pieces`: dropping the queue waits until nothing uses their buffers any more.
     queue: IoQueue,
-    pieces: Slab<Piece>,
+    pieces: Slab<Piece<T>>,
     done: Vec<Completion>,
     depth: usize,
     has_pushed: bool,
 }
 
-impl Engine {
+impl<T> Engine<T> {
     /// A queue for up to `depth` pieces.
     ///
     /// # Errors
@@ -69,7 +69,7 @@ impl Engine {
     ///
     /// # Panics
     /// Without room, or when a buffer is not as long as the range.
-    pub(crate) fn push(&mut self, op: Op, mut piece: Piece) {
+    pub(crate) fn push(&mut self, op: Op, mut piece: Piece<T>) {
         assert!(self.has_room(), "checked by the session");
         let range = piece.range;
         let segments = match &mut piece.buffer {
@@ -96,7 +96,7 @@ impl Engine {
     }
 
     /// Moves what is finished to the end of `into`.
-    pub(crate) fn reap(&mut self, into: &mut Vec<(Piece, Result<(), Error>)>) {
+    pub(crate) fn reap(&mut self, into: &mut Vec<(Piece<T>, Result<(), Error>)>) {
         if self.pieces.len() == 0 {
             return;
         }
