@@ -1,9 +1,9 @@
-//! The exports to a disk: vhost-user-blk for virtual machines, NBD for everything else.
+//! The exports to a disk: vhost-user-blk for virtual machines, NBD and files for everything else.
 //!
 //! ```text
 //!   guest ──► virtqueues ──► vhost_user ──┐
-//!                                         ├──► vmstrata_disk::IoQueue, one per I/O thread
-//!   client ──► sockets ────► nbd ─────────┘
+//!   client ──► sockets ────► nbd ─────────┼──► vmstrata_disk::IoQueue, one per I/O thread
+//!   program ──► files ─────► fuse ────────┘
 //! ```
 //!
 //! An export turns what its clients ask into ranges of guest bytes and segments of memory, and nothing else:
@@ -12,6 +12,7 @@
 
 mod buffer;
 mod engine;
+pub mod fuse;
 pub mod nbd;
 mod reach;
 mod slab;
