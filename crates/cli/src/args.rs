@@ -13,6 +13,7 @@ mod job;
 mod layers;
 mod map;
 mod merge;
+mod mount;
 mod moving;
 mod prune;
 mod rebase;
@@ -48,6 +49,7 @@ pub use self::job::{JobArgs, JobCommand};
 pub use self::layers::{FlattenArgs, LayersArgs, MergeArgs};
 pub use self::map::MapArgs;
 pub use self::merge::{LoseArgs, MergeHowArgs, RemoveArgs, SnapshotDeleteArgs};
+pub use self::mount::{MountArgs, MountGuardArgs};
 pub use self::moving::{DrainArgs, MoveArgs, MoveHowArgs};
 pub use self::prune::SnapshotPruneArgs;
 pub use self::rebase::RebaseArgs;
@@ -159,6 +161,8 @@ pub enum Command {
     Drain(Box<DrainArgs>),
     /// Make an image or a raw disk of a disk, of any kind and from anywhere
     Convert(Box<ConvertArgs>),
+    /// Show a disk, or a snapshot of it, as a file
+    Mount(Box<MountArgs>),
     /// Show what changed between two states of a disk
     Diff(DiffArgs),
     /// Copy a state of a disk, whole or what changed, with checksums; or verify a copy
@@ -194,6 +198,9 @@ pub enum Command {
     /// Thaws a guest when the server that froze it is killed
     #[command(hide = true)]
     ThawGuard(ThawGuardArgs),
+    /// Takes a mount away when the process that serves it is killed
+    #[command(hide = true)]
+    MountGuard(MountGuardArgs),
 }
 
 /// Which directories backing files may be in.

@@ -77,6 +77,7 @@ fn run(mut command: Command) -> anyhow::Result<ExitCode> {
         Command::Move(args) => commands::moving::run(&args),
         Command::Drain(args) => commands::moving::drain(&args),
         Command::Convert(args) => commands::convert::run(&args),
+        Command::Mount(args) => commands::mount::run(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Backup(args) => commands::backup::run(&args),
         Command::Restore(args) => commands::restore::run(&args),
@@ -94,6 +95,7 @@ fn run(mut command: Command) -> anyhow::Result<ExitCode> {
         Command::Vm(args) => commands::vm::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
         Command::ThawGuard(args) => commands::serve::thaw_guard(&args),
+        Command::MountGuard(args) => commands::mount::guard(&args),
     }
 }
 

@@ -68,6 +68,7 @@ const OTHERS: &[&str] = &[
     "snapshot show",
     "diff",
     "survey",
+    "mount",
     "serve",
     "status",
     "top",

@@ -31,6 +31,7 @@ mod local_disks;
 mod map;
 mod merge;
 mod merge_layers;
+mod mount;
 mod moving;
 mod named;
 mod odd_names;

@@ -10,13 +10,13 @@
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::support::loop_device::LoopDevice;
+use crate::support::loop_device::{FileSystem, LoopDevice};
 use crate::support::server::Server;
 use crate::support::{Images, tool, tool_ok, wait_until};
 use rustix::fs::OFlags;
@@ -36,22 +36,6 @@ impl Drop for Daemon {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
-    }
-}
-
-struct Mount(PathBuf);
-
-impl Mount {
-    fn new(device: &LoopDevice, at: &Path, options: &str) -> Self {
-        fs::create_dir_all(at).unwrap();
-        tool_ok("mount", ["-o", options, &device.0, at.to_str().unwrap()]);
-        Self(at.to_owned())
-    }
-}
-
-impl Drop for Mount {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg(&self.0).status();
     }
 }
 
@@ -96,7 +80,7 @@ fn write_files(dir: &Path, lives: &Mutex<Vec<Life>>, is_over: &AtomicBool) {
 /// Makes sure that a state has what it must have, and nothing that was never written.
 fn judge(state: &Path, mount: &Path, options: &str, check: &[&str], time_ns: u64, lives: &[Life]) {
     let device = LoopDevice::over(state).expect("a loop device");
-    let mounted = Mount::new(&device, mount, options);
+    let mounted = FileSystem::new(&device, mount, options);
     for (number, life) in (0u64..).zip(lives) {
         let found = fs::read(mount.join("files").join(number.to_string()));
         let must_be_there = life.there_ns < time_ns && life.removed_ns > time_ns + CUT_NS;
@@ -145,7 +129,7 @@ fn states_are_sound(make: &[&str], options: &str, check: &[&str], count: usize) 
     };
     let (command, args) = make.split_first().unwrap();
     tool_ok(command, args.iter().copied().chain([device.0.as_str()]));
-    let mounted = Mount::new(&device, &images.path("mounted"), options);
+    let mounted = FileSystem::new(&device, &images.path("mounted"), options);
     let files = mounted.0.join("files");
     fs::create_dir(&files).unwrap();
     tool_ok("sync", ["-f", files.to_str().unwrap()]);

@@ -15,6 +15,7 @@ pub mod info;
 pub mod job;
 pub mod map;
 pub mod merge;
+pub mod mount;
 pub mod moving;
 pub mod named;
 pub mod rebase;

@@ -33,6 +33,7 @@ pub fn disks_of(command: &mut Command) -> Option<(Vec<&mut PathBuf>, ControlArgs
         Command::Check(args) => (vec![&mut args.file], any()),
         Command::Gc(args) => (vec![&mut args.path], any()),
         Command::Convert(args) => (vec![&mut args.source], any()),
+        Command::Mount(args) => (vec![&mut args.disk], any()),
         Command::Diff(args) => (vec![&mut args.old, &mut args.new], any()),
         Command::Backup(args) => {
             (args.state.iter_mut().chain(&mut args.since).collect(), args.server.clone())

@@ -199,13 +199,15 @@ pub fn tiered(disk: &Path) -> Result<Found> {
 /// That; a state that is not there; a repository that cannot be read.
 pub fn prepare(command: &mut Command) -> Result<Readings> {
     refuse_unserved(command)?;
-    let is_long = matches!(command, Command::Diff(_) | Command::Backup(_) | Command::Convert(_));
+    let is_long =
+        matches!(command, Command::Diff(_) | Command::Backup(_) | Command::Convert(_) | Command::Mount(_));
     let takes_snapshot = matches!(command, Command::Backup(args) if args.snapshot.is_some());
     let states: Vec<&mut PathBuf> = match command {
         Command::Info(args) => vec![&mut args.file],
         Command::Map(args) => vec![&mut args.file],
         Command::Check(args) => vec![&mut args.file],
         Command::Convert(args) => vec![&mut args.source],
+        Command::Mount(args) if !args.write => vec![&mut args.disk],
         Command::Diff(args) => vec![&mut args.old, &mut args.new],
         Command::Backup(args) => args.state.iter_mut().chain(&mut args.since).collect(),
         _ => Vec::new(),
