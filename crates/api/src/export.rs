@@ -13,6 +13,8 @@ pub enum ExportSpec {
     VhostUser(VhostUserSpec),
     /// An NBD address: all disks, by name.
     Nbd(NbdSpec),
+    /// A directory: all disks and their snapshots, as files.
+    Fuse(FuseSpec),
 }
 
 impl ExportSpec {
@@ -20,7 +22,7 @@ impl ExportSpec {
     pub fn serves(&self, disk: &str) -> bool {
         match self {
             Self::VhostUser(spec) => spec.disk == disk,
-            Self::Nbd(_) => true,
+            Self::Nbd(_) | Self::Fuse(_) => true,
         }
     }
 
@@ -29,6 +31,7 @@ impl ExportSpec {
         match self {
             Self::VhostUser(spec) => &spec.socket,
             Self::Nbd(spec) => &spec.address,
+            Self::Fuse(spec) => &spec.directory,
         }
     }
 }
@@ -102,6 +105,32 @@ pub struct NbdSpec {
     pub allow: Vec<ClientRights>,
 }
 
+/// A directory on which all disks and their snapshots are mounted as files: what `--fuse` says on the command line.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FuseSpec {
+    /// The directory. Disk `web` is the file `web/disk` in it, its snapshot `monday` the file `web/snapshots/monday`.
+    #[schema(example = "/run/vmstrata/disks", min_length = 1, pattern = r"^[^\x00]+$")]
+    pub directory: String,
+    /// Programs may write the disks as they are now. A disk has one writer: a program is refused while a guest, or a client of
+    /// another export, is attached for writing.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub rw: bool,
+    /// Programs may write beside writers that come in by other exports that say so, too: the user sees to it that one writes at a time.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub share: bool,
+    /// Other users than the server's may read. Unless root, the server needs user_allow_other in /etc/fuse.conf for this.
+    #[serde(alias = "allow-other", default, skip_serializing_if = "is_default")]
+    pub allow_other: bool,
+}
+
+impl FuseSpec {
+    /// The file of a disk as it is now.
+    pub fn file_of(&self, disk: &str) -> String {
+        format!("{}/{disk}/disk", self.directory.trim_end_matches('/'))
+    }
+}
+
 /// What a client may do that shows a certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -130,7 +159,7 @@ pub struct ExportStatus {
     /// Why it is not open: the server goes on without it and tries again until it is, or is removed. Absent when it is open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub open_error: Option<String>,
-    /// Connections now; for vhost-user 1 while a guest is attached.
+    /// Connections now; for vhost-user 1 while a guest is attached, for files those that are open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connections: Option<u64>,
     /// Whether clients must use TLS.
@@ -183,6 +212,7 @@ mod tests {
         for wrong in [
             r#"{"kind":"nbd","address":"unix:s","disk":"web"}"#,
             r#"{"kind":"fuse","path":"/mnt"}"#,
+            r#"{"kind":"9p","directory":"/mnt"}"#,
             r#"{"address":"unix:s"}"#,
         ] {
             assert!(serde_json::from_str::<ExportSpec>(wrong).is_err(), "{wrong}");

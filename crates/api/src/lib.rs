@@ -38,7 +38,7 @@ pub use disk::{
 };
 pub use event::Event;
 pub use export::{
-    ClientRights, ExportCounters, ExportList, ExportSpec, ExportStatus, NbdSpec, VhostUserSpec,
+    ClientRights, ExportCounters, ExportList, ExportSpec, ExportStatus, FuseSpec, NbdSpec, VhostUserSpec,
 };
 pub use job::{
     JobChange, JobList, JobSpec, JobState, JobStatus, LayerRef, MergeDirection, MoveOrder, RemoveFiles,

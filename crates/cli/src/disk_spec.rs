@@ -1,4 +1,4 @@
-//! How `--disk`, `--vhost-user` and `--nbd` are written; what they may say is checked by the server's own rules.
+//! How `--disk`, `--vhost-user`, `--nbd` and `--fuse` are written; what they may say is checked by the server's own rules.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
@@ -9,7 +9,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use vmstrata_api as api;
 use vmstrata_disk::Format;
 use vmstrata_server::size::parse_size;
-use vmstrata_server::spec::{DiskSpec, NbdSpec, VhostUserSpec};
+use vmstrata_server::spec::{DiskSpec, FuseSpec, NbdSpec, VhostUserSpec};
 use vmstrata_types::path_to_text;
 
 use crate::key_values::KeyValues;
@@ -141,6 +141,17 @@ pub fn parse_nbd(text: &str) -> Result<NbdSpec> {
         list.take("allow")?.map(|rights| rights.to_string_lossy().split(',').map(client_rights).collect());
     list.put("address", address);
     Ok(api::NbdSpec { allow: allow.unwrap_or_default(), ..list.read()? }.try_into()?)
+}
+
+/// Reads `DIR[,rw][,share][,allow-other]`.
+///
+/// # Errors
+/// Names the part that is unknown, repeated or malformed.
+pub fn parse_fuse(text: &str) -> Result<FuseSpec> {
+    let mut list = KeyValues::parse(text.as_ref())?;
+    let directory = list.take_head().unwrap_or_default();
+    list.put("directory", directory);
+    Ok(list.read::<api::FuseSpec>()?.try_into()?)
 }
 
 /// A client's name may have colons, as URIs do: it ends before `:ro` or `:rw`.
@@ -339,6 +350,17 @@ mod tests {
             ("unix:/s,rw,allow=CN=backup", "'rw' is for all clients"),
         ] {
             let error = error_of(parse_nbd(text));
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn every_key_of_a_mount_is_read() {
+        let mount = parse_fuse("/run/a,,b,rw,share,allow-other").unwrap();
+        assert_eq!(mount.directory.to_str(), Some("/run/a,b"));
+        assert!(mount.rw && mount.share && mount.allow_other && !parse_fuse("/d").unwrap().rw);
+        for (text, part) in [("", "an empty part"), ("/d,ro", "unknown field `ro`")] {
+            let error = error_of(parse_fuse(text));
             assert!(error.contains(part), "{text}: {error}");
         }
     }

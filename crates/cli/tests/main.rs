@@ -32,6 +32,7 @@ mod map;
 mod merge;
 mod merge_layers;
 mod mount;
+mod mount_served;
 mod moving;
 mod named;
 mod odd_names;

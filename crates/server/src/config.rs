@@ -36,7 +36,8 @@ use vmstrata_export::SocketAccess;
 use crate::options::{ControlPlace, Limits, LogFormat, Options, TlsFiles};
 use crate::size::SizeError;
 use crate::spec::{
-    DiskSpec, HostRateError, MetricsError, NbdError, NbdSpec, SpecError, TierCacheError, VhostUserSpec,
+    DiskSpec, FuseSpec, HostRateError, MetricsError, NbdError, NbdSpec, SpecError, TierCacheError,
+    VhostUserSpec,
 };
 
 /// A configuration file that cannot be used, and where in it the reason is.
@@ -113,6 +114,8 @@ pub struct Settings {
     pub vhost_user: Vec<VhostUserSpec>,
     /// Addresses for NBD clients of all disks.
     pub nbd: Vec<NbdSpec>,
+    /// Directories on which all disks are mounted as files.
+    pub fuse: Vec<FuseSpec>,
     /// Who may connect to the unix sockets among them.
     pub nbd_access: SocketAccess,
     /// Require TLS of NBD clients.
@@ -171,6 +174,7 @@ impl Settings {
             keep_going: self.keep_going || others.keep_going,
             vhost_user: first(self.vhost_user, others.vhost_user),
             nbd: first(self.nbd, others.nbd),
+            fuse: first(self.fuse, others.fuse),
             nbd_access: SocketAccess {
                 owner: self.nbd_access.owner.or(others.nbd_access.owner),
                 group: self.nbd_access.group.or(others.nbd_access.group),
@@ -202,6 +206,7 @@ impl Settings {
             keep_going: self.keep_going,
             vhost_user: self.vhost_user,
             nbd: self.nbd,
+            fuse: self.fuse,
             nbd_access: self.nbd_access,
             nbd_tls: self.nbd_tls,
             allow_backing: self.allow_backing,
@@ -223,7 +228,7 @@ impl Settings {
             control_patience: Duration::ZERO,
             metrics: self.metrics,
             audit: self.audit,
-            thaw_guard: None,
+            guard: None,
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use vmstrata_export::{nbd, vhost_user};
+use vmstrata_export::{fuse, nbd, vhost_user};
 
 use crate::agent::AgentFault;
 use crate::spec::{NbdError, SpecError};
@@ -120,6 +120,9 @@ pub enum Error {
     /// An NBD export cannot be opened.
     #[error(transparent)]
     Nbd(#[from] nbd::Error),
+    /// Disks cannot be mounted as files.
+    #[error(transparent)]
+    Fuse(#[from] fuse::Error),
     /// A vhost-user export cannot be opened.
     #[error("vhost-user socket of '{disk}'")]
     VhostUser {
@@ -256,6 +259,14 @@ pub enum Error {
     GuestAttached {
         /// The guest's socket.
         socket: PathBuf,
+    },
+    /// A program that would lose its disk.
+    #[error(
+        "a program has a file of disk '{name}' open: close it first (`lsof` and `losetup -l` name it), or say --force (force=true)"
+    )]
+    FilesOpen {
+        /// The disk.
+        name: String,
     },
     /// A snapshot that was to be quiesced, of a disk whose guest's agent is not known.
     #[error(

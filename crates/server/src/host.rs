@@ -4,7 +4,7 @@
 //!   add_disk ──► Opening ──► Serving ──► Closing ──► gone        remove_disk: exports first, then the disk
 //!                   │           │ add_export, remove_export
 //!                   └─ failed   ▼          (at the start also ──► Waiting ──► Serving, see `reconcile`)
-//!                            exports: vhost-user (one disk), NBD (all disks)
+//!                            exports: vhost-user (one disk), NBD and files (all disks)
 //! ```
 //!
 //! `revert` goes from Serving through Closing and Opening to Serving, with the exports shut meanwhile.
@@ -29,6 +29,7 @@ mod revert;
 mod snapshots;
 mod states;
 mod tier;
+mod tree;
 mod users;
 
 use std::path::PathBuf;
@@ -41,7 +42,7 @@ use tokio::sync::{Notify, broadcast};
 use vmstrata_api::Event;
 use vmstrata_disk::{Disk, Opener, ResourceOptions, Resources};
 use vmstrata_export::SocketAccess;
-use vmstrata_export::nbd::{self, TlsMode};
+use vmstrata_export::nbd::TlsMode;
 use vmstrata_flushlog::FlushLog;
 use vmstrata_job::SharedRate;
 use vmstrata_migrate::Report;
@@ -49,7 +50,7 @@ use vmstrata_tier::{CachedFiles, Tiered, Wire};
 
 use self::attach::BeingAttached;
 use self::caches::Caches;
-use self::exports::{Export, State};
+use self::exports::{Export, Shared, State};
 pub use self::jobs::merge_options;
 pub use self::moving::move_order;
 use self::reconcile::Wait;
@@ -95,6 +96,8 @@ pub struct Host {
     knows_nbd_clients: bool,
     nbd_access: SocketAccess,
     guards: Guards,
+    /// See [`Options::guard`].
+    guard: Option<PathBuf>,
     table: Mutex<Table>,
     /// Signalled when a change ends.
     changed: Condvar,
@@ -206,14 +209,23 @@ impl Table {
         }
     }
 
-    /// The NBD servers, which all disks go through.
-    fn nbd(&self) -> Vec<Arc<nbd::Server>> {
-        self.exports.iter().filter_map(Export::nbd).collect()
+    /// The exports that all disks go through.
+    fn shared(&self) -> Vec<Shared> {
+        self.exports.iter().filter_map(Export::shared).collect()
     }
 
     /// Connections of NBD clients that use a disk.
     fn nbd_clients(&self, name: &str) -> usize {
-        self.nbd().iter().map(|export| export.connections_of(name)).sum()
+        let nbd =
+            |export: &Shared| if let Shared::Nbd(server) = export { server.connections_of(name) } else { 0 };
+        self.shared().iter().map(nbd).sum()
+    }
+
+    /// Open files of a disk.
+    fn open_files(&self, name: &str) -> usize {
+        let fuse =
+            |export: &Shared| if let Shared::Fuse(mount) = export { mount.open_files_of(name) } else { 0 };
+        self.shared().iter().map(fuse).sum()
     }
 
     fn forget(&mut self, name: &str) {
@@ -238,7 +250,7 @@ impl Host {
     /// # Errors
     /// A certificate that cannot be used, an audit file that cannot be written.
     pub(crate) fn new(options: &Options, runtime_dir: PathBuf) -> Result<Arc<Self>, Error> {
-        let guards = Guards::new(&runtime_dir, options.thaw_guard.clone());
+        let guards = Guards::new(&runtime_dir, options.guard.clone());
         let files = Arc::<CachedFiles>::default();
         let opener: Arc<dyn Opener> = Arc::new(vmstrata_nbd::Files::new(files.clone()));
         let flush_log = options.flush_log.as_deref();
@@ -267,6 +279,7 @@ impl Host {
             knows_nbd_clients: options.knows_nbd_clients(),
             nbd_access: options.nbd_access.clone(),
             guards,
+            guard: options.guard.clone(),
             table: Mutex::default(),
             changed: Condvar::new(),
             jobs: Arc::new(Jobs::new(events.clone(), audit.clone(), due.waker())),

@@ -14,7 +14,7 @@ use vmstrata_export::nbd::{TlsConfig, TlsMode};
 use crate::error::Error;
 use crate::limits;
 use crate::runtime_dir;
-use crate::spec::{DiskSpec, ExportSpec, NbdSpec, SpecError, VhostUserSpec, check_together};
+use crate::spec::{DiskSpec, ExportSpec, FuseSpec, NbdSpec, SpecError, VhostUserSpec, check_together};
 
 /// Fewer workers than this and one slow flush would hold up everything that may block.
 const WORKERS_MIN: usize = 2;
@@ -34,6 +34,8 @@ pub struct Options {
     pub vhost_user: Vec<VhostUserSpec>,
     /// Addresses for NBD clients of all disks.
     pub nbd: Vec<NbdSpec>,
+    /// Directories on which all disks are mounted as files.
+    pub fuse: Vec<FuseSpec>,
     /// Who may connect to unix sockets for NBD clients.
     pub nbd_access: SocketAccess,
     /// Require TLS of NBD clients.
@@ -56,8 +58,9 @@ pub struct Options {
     pub metrics: Option<SocketAddr>,
     /// Where changes are written down.
     pub audit: Option<PathBuf>,
-    /// The program whose command `thaw-guard` is [`crate::thaw_guard`]: run while a guest is frozen.
-    pub thaw_guard: Option<PathBuf>,
+    /// The program whose command `thaw-guard` is [`crate::thaw_guard`], run while a guest is frozen, and whose command
+    /// `mount-guard` is [`vmstrata_export::fuse::guard`], run beside a mount.
+    pub guard: Option<PathBuf>,
 }
 
 /// Files for NBD over TLS.
@@ -133,14 +136,15 @@ impl Options {
     /// # Errors
     /// Names the disk or socket that does not fit.
     pub fn check(&self) -> Result<(), SpecError> {
-        check_together(&self.disks, &self.vhost_user, &self.nbd)?;
+        check_together(&self.disks, &self.vhost_user, &self.nbd, &self.fuse)?;
         self.nbd.iter().try_for_each(|export| export.check_clients(self.knows_nbd_clients()))
     }
 
-    /// The exports, NBD first.
+    /// The exports, NBD first, then files.
     pub(crate) fn exports(&self) -> impl Iterator<Item = ExportSpec> {
         let nbd = self.nbd.iter().cloned().map(ExportSpec::Nbd);
-        nbd.chain(self.vhost_user.iter().cloned().map(ExportSpec::VhostUser))
+        let all = nbd.chain(self.fuse.iter().cloned().map(ExportSpec::Fuse));
+        all.chain(self.vhost_user.iter().cloned().map(ExportSpec::VhostUser))
     }
 
     /// Whether NBD clients have to show certificates.

@@ -13,6 +13,7 @@ use std::path::Path;
 
 use rustix::fs::{Access, access};
 use vmstrata_api::{DiskStatus, ExportStatus, ServerStatus};
+use vmstrata_export::fuse::{self, PlaceFault};
 use vmstrata_export::nbd::{self, Address};
 use vmstrata_export::{SocketAccess, vhost_user};
 use vmstrata_store::FileId;
@@ -85,6 +86,17 @@ fn look_at_export(export: &ExportSpec, nbd_access: &SocketAccess) -> Result<(), 
                 Address::Tcp { host, port } => (host.as_str(), *port).to_socket_addrs().map(drop),
             };
             found.map_err(|source| nbd::Error::Bind { address: address.to_string(), source }.into())
+        }
+        // The other server's mount may be there: its root is a directory, too.
+        ExportSpec::Fuse(spec) => {
+            let place = spec.directory.clone();
+            let why = match metadata(&place) {
+                Ok(found) if found.is_dir() => return Ok(()),
+                Ok(_) => PlaceFault::NoDirectory,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => PlaceFault::NoDirectory,
+                Err(error) => PlaceFault::Io(error),
+            };
+            Err(fuse::Error::Place { place, why }.into())
         }
         ExportSpec::VhostUser(spec) => {
             let path = spec.socket.clone();

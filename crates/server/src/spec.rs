@@ -10,6 +10,7 @@
 //! clients ask for it as export name.
 
 mod disk;
+mod fuse;
 mod limits;
 mod nbd;
 mod together;
@@ -30,6 +31,7 @@ pub use self::disk::{CloneOf, DiskSpec, LocalSpec, ReplicaSpec, StateError, Tier
 pub(crate) use self::disk::{
     format_of, shown_detect_zeroes, shown_durability, shown_on_outage, shown_subclusters,
 };
+pub use self::fuse::FuseSpec;
 pub(crate) use self::limits::{limits_of, shown_limits};
 pub use self::nbd::{NbdError, NbdSpec};
 pub(crate) use self::together::check_guests;
@@ -147,7 +149,9 @@ pub enum SpecError {
         path: PathBuf,
     },
     /// A disk without an export.
-    #[error("nothing serves disk '{disk}': add --vhost-user {disk}=/path.sock or --nbd unix:/path")]
+    #[error(
+        "nothing serves disk '{disk}': add --vhost-user {disk}=/path.sock, --nbd unix:/path or --fuse /directory"
+    )]
     NoExport {
         /// The disk.
         disk: String,
@@ -282,6 +286,12 @@ pub enum SpecError {
         /// The path.
         path: PathBuf,
     },
+    /// Two mounts on one directory.
+    #[error("directory {} is given twice for files of disks", path.display())]
+    DirectoryTwice {
+        /// The path.
+        path: PathBuf,
+    },
 }
 
 /// Reads how fast all tiered disks ship, or all moves write: a size, the bytes of a second.
@@ -398,6 +408,8 @@ pub enum ExportSpec {
     VhostUser(VhostUserSpec),
     /// All disks, for NBD clients.
     Nbd(NbdSpec),
+    /// All disks and their snapshots, as files.
+    Fuse(FuseSpec),
 }
 
 impl TryFrom<api::ExportSpec> for ExportSpec {
@@ -407,6 +419,7 @@ impl TryFrom<api::ExportSpec> for ExportSpec {
         Ok(match asked {
             api::ExportSpec::VhostUser(asked) => Self::VhostUser(asked.try_into()?),
             api::ExportSpec::Nbd(asked) => Self::Nbd(asked.try_into()?),
+            api::ExportSpec::Fuse(asked) => Self::Fuse(asked.try_into()?),
         })
     }
 }
@@ -416,6 +429,7 @@ impl From<&ExportSpec> for api::ExportSpec {
         match spec {
             ExportSpec::VhostUser(spec) => Self::VhostUser(spec.into()),
             ExportSpec::Nbd(spec) => Self::Nbd(spec.into()),
+            ExportSpec::Fuse(spec) => Self::Fuse(spec.into()),
         }
     }
 }
@@ -425,7 +439,7 @@ impl ExportSpec {
     pub(crate) fn only_disk(&self) -> Option<&str> {
         match self {
             Self::VhostUser(spec) => Some(&spec.disk),
-            Self::Nbd(_) => None,
+            Self::Nbd(_) | Self::Fuse(_) => None,
         }
     }
 
@@ -434,6 +448,7 @@ impl ExportSpec {
         match self {
             Self::VhostUser(spec) => spec.socket.display().to_string(),
             Self::Nbd(spec) => spec.address.to_string(),
+            Self::Fuse(spec) => spec.directory.display().to_string(),
         }
     }
 
@@ -447,6 +462,7 @@ impl ExportSpec {
                 Self::VhostUser(VhostUserSpec { socket: std::path::absolute(&spec.socket)?, ..spec })
             }
             Self::Nbd(spec) => Self::Nbd(spec.absolute()?),
+            Self::Fuse(spec) => Self::Fuse(spec.absolute()?),
         })
     }
 }

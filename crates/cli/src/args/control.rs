@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use clap::{Args, Subcommand};
 use vmstrata_api as api;
-use vmstrata_server::spec::{NbdSpec, VhostUserSpec};
+use vmstrata_server::spec::{FuseSpec, NbdSpec, VhostUserSpec};
 
-use crate::disk_spec::{parse_api_disk, parse_limits, parse_nbd, parse_vhost_user};
+use crate::disk_spec::{parse_api_disk, parse_fuse, parse_limits, parse_nbd, parse_vhost_user};
 
 /// Which server is meant.
 #[derive(Clone, Debug, Args)]
@@ -190,7 +190,7 @@ pub enum ExportCommand {
     Add {
         /// What to open.
         #[command(flatten)]
-        export: NewExport,
+        export: Box<NewExport>,
         /// Which server.
         #[command(flatten)]
         server: ControlArgs,
@@ -203,7 +203,7 @@ pub enum ExportCommand {
         after_help = "Examples:\n  vmstrata export remove /run/web.sock\n  vmstrata export remove unix:/run/nbd.sock --force"
     )]
     Remove {
-        /// The export's number, socket or address, as `vmstrata status` shows it
+        /// The export's number, socket, address or directory, as `vmstrata status` shows it
         export: String,
         /// Also from under a guest that is attached
         #[arg(long)]
@@ -229,6 +229,10 @@ pub struct NewExport {
     /// [,allow=CLIENT[:ro|:rw[:DISK...]],,CLIENT...], as for `serve --nbd`
     #[arg(long, value_name = "SPEC", value_parser = parse_nbd)]
     pub nbd: Option<NbdSpec>,
+    /// A directory on which all disks and their snapshots are mounted as files: DIR[,rw][,share][,allow-other], as for `serve
+    /// --fuse`
+    #[arg(long, value_name = "SPEC", value_parser = parse_fuse)]
+    pub fuse: Option<FuseSpec>,
 }
 
 const EXPORT_HELP: &str = "\
@@ -236,6 +240,7 @@ Examples:
   vmstrata export add --vhost-user web=/run/web.sock,queues=4
   vmstrata export add --nbd unix:/run/nbd.sock
   vmstrata export add --nbd unix:/run/restore.sock,rw
+  vmstrata export add --fuse /run/vmstrata/disks
   vmstrata export remove /run/web.sock
 
 Exit codes: 0 done, 1 not done (the reason is on stderr), 64 wrong usage.";

@@ -11,13 +11,13 @@ use vmstrata_api as api;
 use vmstrata_export::SocketAccess;
 use vmstrata_server::config::Settings;
 use vmstrata_server::spec::{
-    DiskSpec, NbdSpec, VhostUserSpec, parse_host_rate, parse_metrics, parse_mode, parse_tier_cache,
+    DiskSpec, FuseSpec, NbdSpec, VhostUserSpec, parse_host_rate, parse_metrics, parse_mode, parse_tier_cache,
 };
 use vmstrata_server::{ControlPlace, LogFormat, TlsFiles};
 use vmstrata_types::path_to_text;
 
 use super::BackingArgs;
-use crate::disk_spec::{parse_disk_to_serve, parse_nbd, parse_vhost_user};
+use crate::disk_spec::{parse_disk_to_serve, parse_fuse, parse_nbd, parse_vhost_user};
 use crate::units::parse_size;
 
 /// `vmstrata serve`
@@ -66,7 +66,12 @@ pub struct ServeArgs {
     /// certificates have the name CN=NAME, DNS=NAME or URI=NAME
     #[arg(long, value_name = "SPEC", value_parser = parse_nbd)]
     pub nbd: Vec<NbdSpec>,
-    /// The owner of the unix sockets among them, by name or number, who may connect; only root can give them another
+    /// A directory on which all disks and their snapshots are mounted as files: DIR[,rw][,share][,allow-other] (repeatable): disk web
+    /// is the file web/disk in it, its snapshot monday web/snapshots/monday; rw lets programs write disks as they are now;
+    /// allow-other lets other users read
+    #[arg(long, value_name = "SPEC", value_parser = parse_fuse)]
+    pub fuse: Vec<FuseSpec>,
+    /// The owner of the unix sockets of --nbd, by name or number, who may connect; only root can give them another
     #[arg(long, value_name = "USER", value_parser = NonEmptyStringValueParser::new())]
     pub nbd_owner: Option<String>,
     /// The group of the unix sockets among them, by name or number: its members may connect, too. The server's user must be
@@ -170,6 +175,7 @@ Examples:
   vmstrata serve --disk path=web.qcow2 --vhost-user web=/run/web.sock,queues=4 --nbd unix:/run/nbd.sock
   vmstrata serve --disk path=/mnt/nas/web.qcow2,tier=/var/lib/vmstrata --vhost-user web=/run/web.sock
   vmstrata serve --disk path=web.qcow2 --at mon --nbd unix:/run/mon.sock
+  vmstrata serve --disk path=web.qcow2 --vhost-user web=/run/web.sock --fuse /run/vmstrata/disks
   vmstrata serve --disk path=backup.qcow2,read-only --nbd tcp:0.0.0.0:10809 \\
       --nbd-tls-cert cert.pem --nbd-tls-key key.pem --nbd-tls-client-ca ca.pem
 
@@ -220,6 +226,7 @@ impl ServeArgs {
             keep_going: self.keep_going,
             vhost_user: self.vhost_user.clone(),
             nbd: self.nbd.clone(),
+            fuse: self.fuse.clone(),
             nbd_access: SocketAccess {
                 owner: self.nbd_owner.clone(),
                 group: self.nbd_group.clone(),
@@ -335,13 +342,16 @@ mod tests {
         let disk = serde_json::from_str::<api::DiskSpec>(r#"{"unknown": 1}"#).unwrap_err();
         let vhost_user = serde_json::from_str::<api::VhostUserSpec>(r#"{"unknown": 1}"#).unwrap_err();
         let nbd = serde_json::from_str::<api::NbdSpec>(r#"{"unknown": 1}"#).unwrap_err();
+        let fuse = serde_json::from_str::<api::FuseSpec>(r#"{"unknown": 1}"#).unwrap_err();
         for (path, flag, error) in [
             (&["serve"][..], "disks", &disk),
             (&["serve"], "vhost_user", &vhost_user),
             (&["serve"], "nbd", &nbd),
+            (&["serve"], "fuse", &fuse),
             (&["disk", "add"], "spec", &disk),
             (&["export", "add"], "vhost_user", &vhost_user),
             (&["export", "add"], "nbd", &nbd),
+            (&["export", "add"], "fuse", &fuse),
         ] {
             let command = command(path);
             let help = command.get_arguments().find(|arg| arg.get_id() == flag).unwrap().get_help().unwrap();
@@ -350,7 +360,7 @@ mod tests {
             let keys = listed(&error.to_string());
             assert!(keys.len() > 3, "{error}");
             // These open the list, without a key: NAME=SOCKET and the address.
-            let opening = ["disk", "socket", "address"];
+            let opening = ["disk", "socket", "address", "directory"];
             for key in keys.iter().filter(|key| !key.contains('_') && !opening.contains(&key.as_str())) {
                 assert!(help.contains(key.as_str()), "{path:?} {flag}: {key} is not in: {help}");
             }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use vmstrata_api::{DiskList, ExportList, ExportSpec, ExportStatus, NbdSpec, VhostUserSpec};
+use vmstrata_api::{DiskList, ExportList, ExportSpec, ExportStatus, FuseSpec, NbdSpec, VhostUserSpec};
 use vmstrata_export::nbd::Address;
 
 use crate::args::{ExportArgs, ExportCommand, NewExport};
@@ -44,7 +44,11 @@ fn asked(export: &NewExport) -> Result<ExportSpec> {
         let socket = absolute(&spec.socket);
         return Ok(ExportSpec::VhostUser(VhostUserSpec { socket, ..spec.into() }));
     }
-    let spec = export.nbd.as_ref().context("either --vhost-user or --nbd")?;
+    if let Some(spec) = &export.fuse {
+        let directory = absolute(&spec.directory);
+        return Ok(ExportSpec::Fuse(FuseSpec { directory, ..spec.into() }));
+    }
+    let spec = export.nbd.as_ref().context("one of --vhost-user, --nbd and --fuse")?;
     let address = match &spec.address {
         Address::Unix(path) => Address::Unix(absolute(path).into()),
         tcp @ Address::Tcp { .. } => tcp.clone(),
@@ -60,6 +64,7 @@ fn is_meant(export: &ExportStatus, text: &str) -> bool {
             ExportSpec::Nbd(spec) => {
                 spec.address == text || spec.address == format!("unix:{}", absolute(Path::new(text)))
             }
+            ExportSpec::Fuse(spec) => spec.directory == text || spec.directory == absolute(Path::new(text)),
         }
 }
 

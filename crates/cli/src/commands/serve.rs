@@ -35,7 +35,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
         ready_fd: args.ready_fd,
         forget_added: args.forget_added,
         discard_unflushed: args.discard_unflushed,
-        thaw_guard: Some(PathBuf::from(super::OWN_PROGRAM)),
+        guard: Some(PathBuf::from(super::OWN_PROGRAM)),
         ..settings.into_options()
     };
     if let Err(error) = options.check() {

@@ -122,10 +122,13 @@ fn export_row(export: &ExportStatus) -> [String; 5] {
         ExportSpec::Nbd(spec) if !spec.allow.is_empty() => ("nbd, by client", "(all)"),
         ExportSpec::Nbd(spec) if spec.rw => ("nbd, rw", "(all)"),
         ExportSpec::Nbd(_) => ("nbd", "(all)"),
+        ExportSpec::Fuse(spec) if spec.rw => ("files, rw", "(all)"),
+        ExportSpec::Fuse(_) => ("files", "(all)"),
     };
     let used = match (&export.export, export.connections.unwrap_or_default()) {
         _ if export.open_error.is_some() => "not open".to_owned(),
         (ExportSpec::Nbd(_), connections) => counted(connections, "connection"),
+        (ExportSpec::Fuse(_), open) => format!("{open} open"),
         (ExportSpec::VhostUser(_), guests) => {
             let requests = counted(export.counters.unwrap_or_default().requests, "request");
             format!("{}, {requests}", if guests > 0 { "guest attached" } else { "no guest" })

@@ -1,6 +1,7 @@
 //! The file as it is written: keys, types, and the line each value stands on.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::num::NonZeroU64;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -16,8 +17,8 @@ use super::{ConfigFault, Settings};
 use crate::options::{ControlPlace, LogFormat, TlsFiles};
 use crate::size::parse_size;
 use crate::spec::{
-    DiskSpec, NbdSpec, SpecError, VhostUserSpec, parse_account, parse_host_rate, parse_metrics, parse_mode,
-    parse_tier_cache,
+    DiskSpec, FuseSpec, NbdSpec, SpecError, VhostUserSpec, parse_account, parse_host_rate, parse_metrics,
+    parse_mode, parse_tier_cache,
 };
 
 /// What is wrong, and the byte at which.
@@ -29,7 +30,8 @@ struct File {
     disk: Vec<Spanned<api::DiskSpec>>,
     vhost_user: Vec<Spanned<api::VhostUserSpec>>,
     keep_going: bool,
-    nbd: Vec<Spanned<Nbd>>,
+    nbd: Vec<Spanned<Export<api::NbdSpec>>>,
+    fuse: Vec<Spanned<Export<api::FuseSpec>>>,
     nbd_owner: Option<Spanned<String>>,
     nbd_group: Option<Spanned<String>>,
     nbd_mode: Option<Spanned<String>>,
@@ -66,29 +68,53 @@ impl TryFrom<PathBuf> for FilePath {
     }
 }
 
-/// An NBD export: its address, or a table with more.
+/// An export of all disks: its place, or a table with more.
 #[derive(Clone, Debug)]
-struct Nbd(api::NbdSpec);
+struct Export<T>(T);
 
-impl<'de> Deserialize<'de> for Nbd {
+/// What an export is that says no more than its place.
+trait AtPlace: for<'de> Deserialize<'de> {
+    /// What that is, for messages.
+    const PLACE: &str;
+
+    fn at(place: String) -> Self;
+}
+
+impl AtPlace for api::NbdSpec {
+    const PLACE: &str = "an address";
+
+    fn at(address: String) -> Self {
+        Self { address, ..Self::default() }
+    }
+}
+
+impl AtPlace for api::FuseSpec {
+    const PLACE: &str = "a directory";
+
+    fn at(directory: String) -> Self {
+        Self { directory, ..Self::default() }
+    }
+}
+
+impl<'de, T: AtPlace> Deserialize<'de> for Export<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct AddressOrTable;
-        impl<'de> Visitor<'de> for AddressOrTable {
-            type Value = Nbd;
+        struct PlaceOrTable<T>(PhantomData<T>);
+        impl<'de, T: AtPlace> Visitor<'de> for PlaceOrTable<T> {
+            type Value = Export<T>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an address, or a table with an address")
+                write!(f, "{0}, or a table with {0}", T::PLACE)
             }
 
-            fn visit_str<E: de::Error>(self, address: &str) -> Result<Nbd, E> {
-                Ok(Nbd(api::NbdSpec { address: address.to_owned(), ..api::NbdSpec::default() }))
+            fn visit_str<E: de::Error>(self, place: &str) -> Result<Export<T>, E> {
+                Ok(Export(T::at(place.to_owned())))
             }
 
-            fn visit_map<A: de::MapAccess<'de>>(self, table: A) -> Result<Nbd, A::Error> {
-                api::NbdSpec::deserialize(MapAccessDeserializer::new(table)).map(Nbd)
+            fn visit_map<A: de::MapAccess<'de>>(self, table: A) -> Result<Export<T>, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(table)).map(Export)
             }
         }
-        deserializer.deserialize_any(AddressOrTable)
+        deserializer.deserialize_any(PlaceOrTable(PhantomData))
     }
 }
 
@@ -132,7 +158,8 @@ pub(super) fn parse(text: &str, directory: &Path) -> Result<Settings, At> {
                 socket.map(|socket| directory.join(socket).display().to_string()).unwrap_or_default();
             Ok(VhostUserSpec::try_from(api::VhostUserSpec { socket, ..asked })?)
         })?,
-        nbd: each(file.nbd, |Nbd(export)| Ok(NbdSpec::try_from(export)?.seen_from(directory)))?,
+        nbd: each(file.nbd, |Export(export)| Ok(NbdSpec::try_from(export)?.seen_from(directory)))?,
+        fuse: each(file.fuse, |Export(export)| Ok(FuseSpec::try_from(export)?.seen_from(directory)))?,
         nbd_access: SocketAccess {
             owner: one(file.nbd_owner, |owner| Ok(parse_account(owner)?))?,
             group: one(file.nbd_group, |group| Ok(parse_account(group)?))?,

@@ -8,7 +8,7 @@ use vmstrata_api::{PROBLEM_TYPE, Problem};
 use vmstrata_disk::merge::MergeFault;
 use vmstrata_disk::snapshot::SnapshotFault;
 use vmstrata_disk::{ErrorKind, ResizeFault};
-use vmstrata_export::{nbd, vhost_user};
+use vmstrata_export::{fuse, nbd, vhost_user};
 use vmstrata_store::FileError;
 use vmstrata_types::{path_to_text, told};
 
@@ -94,7 +94,7 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::Crowded { .. } => (503, "crowded"),
         Error::NotOpen { .. } => (409, "not-open"),
         Error::Busy { .. } | Error::BeingAttached { .. } => (409, "busy"),
-        Error::Attached { .. } | Error::GuestAttached { .. } => (409, "attached"),
+        Error::Attached { .. } | Error::GuestAttached { .. } | Error::FilesOpen { .. } => (409, "attached"),
         Error::NoAgent { .. } => (422, "no-agent"),
         Error::Agent { .. } => (409, "not-quiesced"),
         Error::StillFrozen { .. } => (500, "guest-frozen"),
@@ -108,6 +108,8 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::Nbd(nbd::Error::Bind { .. }) => (409, "cannot-listen"),
         Error::Nbd(nbd::Error::Start { .. }) => (500, "system"),
         Error::Nbd(_) => (422, "invalid"),
+        Error::Fuse(fuse::Error::Start { .. }) => (500, "system"),
+        Error::Fuse(_) => (409, "cannot-mount"),
         _ => (500, "system"),
     }
 }

@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use vmstrata_api::{DiskLimits, Event, SizeChange, SizeSpec};
 use vmstrata_disk::{Disk, ErrorKind, OpenOptions, Shrink, Unflushed};
-use vmstrata_export::nbd;
 use vmstrata_store::{FileError, FileId, LockError};
 
-use super::exports::Export;
+use super::exports::{Export, Shared};
 use super::rebase::may_have_state;
 use super::users::{Lent, PATIENCE};
 use super::{Change, Entry, Host, Phase, states};
@@ -153,7 +152,7 @@ impl Host {
             table.exports.iter().try_for_each(|export| export.show(&spec.name, disk))
         });
         if let Err(error) = shown {
-            let exports = table.nbd();
+            let exports = table.shared();
             drop(table);
             specs.iter().for_each(|spec| withdraw(&spec.name, &exports));
             self.end_tier(&specs[0].name);
@@ -216,7 +215,7 @@ impl Host {
     ///
     /// # Errors
     /// No such disk; one that is not served, or that something is being done with; unless `force`, one that a guest is attached
-    /// to: nothing has changed. An image that could not be closed clean, or at all in time: the disk is gone all the same.
+    /// to, or that a program has a file of open: nothing has changed. An image that could not be closed clean, or at all in time: the disk is gone all the same.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<(), Error> {
         let _change = self.begin_change()?.0;
         let all = self.table.lock().published_with(name);
@@ -232,11 +231,14 @@ impl Host {
             if let Some(guest) = guest.filter(|_| !force) {
                 return Err(Error::GuestAttached { socket: guest.to_owned() });
             }
+            if !force && table.open_files(name) > 0 {
+                return Err(Error::FilesOpen { name: name.clone() });
+            }
         }
         all.iter().for_each(|name| table.set_phase(name, Phase::Closing));
         let is_own = |export: &mut Export| all.iter().any(|name| export.is_only_for(name));
         let own: Vec<Export> = table.exports.extract_if(.., is_own).collect();
-        let shared = table.nbd();
+        let shared = table.shared();
         drop(table);
         all.iter().for_each(|name| self.jobs.end(Some(name)));
         let mut ended = Ok(());
@@ -270,12 +272,9 @@ fn same_file(one: &Path, other: &Path) -> bool {
     one == other || FileId::at(one).is_some_and(|found| FileId::at(other) == Some(found))
 }
 
-/// Lets the NBD clients of a disk go.
-fn withdraw(name: &str, exports: &[Arc<nbd::Server>]) {
-    for export in exports {
-        // Clients that still wait find the disk closed.
-        export.withdraw(name);
-    }
+/// Lets those go who use a disk through exports of all disks.
+fn withdraw(name: &str, exports: &[Shared]) {
+    exports.iter().for_each(|export| export.withdraw(name));
 }
 
 /// Closes a disk that no export leads to any more.

@@ -5,13 +5,15 @@ use std::sync::Arc;
 
 use vmstrata_api::{self as api, Event};
 use vmstrata_disk::Disk;
+use vmstrata_export::fuse::{self, Mount, Node};
 use vmstrata_export::nbd::{self, Exports, Limits, Listener};
 use vmstrata_export::{vhost_user, warn_if_libvirt_is_kept_out};
 
 use super::reconcile::Wait;
+use super::tree::{AllDisks, Tree};
 use super::{Host, Table};
 use crate::error::Error;
-use crate::spec::{ExportSpec, NbdSpec, VhostUserSpec, check_guests};
+use crate::spec::{ExportSpec, FuseSpec, NbdSpec, VhostUserSpec, check_guests};
 
 /// An export that is wanted.
 #[derive(Debug)]
@@ -33,13 +35,48 @@ pub(super) enum State {
     VhostUser(vhost_user::Server),
     /// All disks. A server for each address, so that each can go alone.
     Nbd(Arc<nbd::Server>),
+    /// All disks, as files.
+    Fuse(Arc<Mount>),
+}
+
+/// An export that all disks go through.
+#[derive(Clone, Debug)]
+pub(super) enum Shared {
+    Nbd(Arc<nbd::Server>),
+    Fuse(Arc<Mount>),
+}
+
+impl Shared {
+    /// Who uses a disk through it.
+    pub(super) fn users_of(&self, disk: &str) -> usize {
+        match self {
+            Self::Nbd(server) => server.connections_of(disk),
+            Self::Fuse(mount) => mount.open_files_of(disk),
+        }
+    }
+
+    /// Lets those go who use a disk. Clients that still wait find the disk closed.
+    pub(super) fn withdraw(&self, disk: &str) {
+        match self {
+            Self::Nbd(server) => server.withdraw(disk),
+            Self::Fuse(mount) => mount.withdraw(disk),
+        };
+    }
+
+    /// Lets no more in to a disk. Files ask the table.
+    pub(super) fn hide(&self, disk: &str) {
+        if let Self::Nbd(server) = self {
+            server.exports().remove(disk);
+        }
+    }
 }
 
 impl Export {
-    pub(super) fn nbd(&self) -> Option<Arc<nbd::Server>> {
+    pub(super) fn shared(&self) -> Option<Shared> {
         match &self.state {
-            State::Nbd(server) => Some(Arc::clone(server)),
-            _ => None,
+            State::Nbd(server) => Some(Shared::Nbd(Arc::clone(server))),
+            State::Fuse(mount) => Some(Shared::Fuse(Arc::clone(mount))),
+            State::Waiting(_) | State::VhostUser(_) => None,
         }
     }
 
@@ -101,6 +138,11 @@ impl Export {
                 (None, Some(server.is_connected().into()), Some(counters(&server.stats())))
             }
             State::Nbd(server) => (None, Some(server.connections() as u64), None),
+            State::Fuse(mount) => {
+                let gone =
+                    || "someone has unmounted it: remove the export, or add it again after that".to_owned();
+                (mount.has_ended().then(gone), Some(mount.open_files() as u64), None)
+            }
         };
         api::ExportStatus {
             id: self.id,
@@ -124,6 +166,10 @@ impl State {
                 if server.shutdown() { Ok(()) } else { Err(Error::NotEnded { what }) }
             }
             Self::Nbd(server) => server.shutdown().map_err(Error::NbdFlush),
+            Self::Fuse(mount) => {
+                mount.stop();
+                Ok(())
+            }
         }
     }
 
@@ -183,6 +229,13 @@ impl Host {
                 server.listen(listener)?;
                 (table, ExportSpec::Nbd(spec), State::Nbd(Arc::new(server)))
             }
+            ExportSpec::Fuse(spec) => {
+                drop(table);
+                let mount = self.mount(spec)?;
+                let table = self.table.lock();
+                table.check_waits(waits)?;
+                (table, ExportSpec::Fuse(spec.clone()), State::Fuse(Arc::new(mount)))
+            }
         };
         let id = match table.exports.iter_mut().find(|export| Some(export.id) == waits) {
             Some(export) => {
@@ -196,6 +249,15 @@ impl Host {
             warn_if_libvirt_is_kept_out(&spec.socket);
         }
         Ok(id)
+    }
+
+    /// Mounts all disks as files.
+    fn mount(&self, spec: &FuseSpec) -> Result<Mount, Error> {
+        let tree = Tree::new(self.me.clone(), spec.clone());
+        let root = Node::Directory(Arc::new(AllDisks(Arc::new(tree))));
+        let options =
+            fuse::Options { read_only: !spec.rw, allow_other: spec.allow_other, guard: self.guard.clone() };
+        Ok(Mount::new(root, &spec.directory, &options)?)
     }
 
     /// Closes an export: requests in flight are finished, its clients are let go, its disks stay.

@@ -27,6 +27,9 @@ use super::{Host, Phase, Table};
 use crate::error::Error;
 use crate::spec::{DiskSpec, ExportSpec, TierSpec, check_path};
 
+/// Who uses a disk through a mount.
+const OPEN_FILE: &str = "a program that has a file of it open (`lsof` and `losetup -l` name it)";
+
 impl Host {
     /// Makes a disk that nobody uses what it was at a snapshot.
     ///
@@ -130,15 +133,15 @@ impl Host {
                 exports.map(|export| (export.id, export.shut(format!("disk '{name}' is being reverted")))),
             );
         }
-        let shared = table.nbd();
+        let shared = table.shared();
         drop(table);
         for export in &shared {
-            names.iter().for_each(|name| _ = export.exports().remove(name));
+            names.iter().for_each(|name| export.hide(name));
         }
         // A client that came in since the check is in now, and no other comes in.
         let clients: usize =
-            names.iter().flat_map(|name| shared.iter().map(|export| export.connections_of(name))).sum();
-        let mut by = (clients > 0).then(|| "an NBD client".to_owned());
+            names.iter().flat_map(|name| shared.iter().map(|export| export.users_of(name))).sum();
+        let mut by = (clients > 0).then(|| format!("an NBD client, or {OPEN_FILE}"));
         for (id, state) in own {
             if let State::VhostUser(server) = &state
                 && !server.close_if_idle()
@@ -196,15 +199,16 @@ impl Host {
 }
 
 impl Table {
-    /// Refuses a disk that a guest or an NBD client uses.
+    /// Refuses a disk that a guest, an NBD client or a program uses.
     fn check_idle(&self, name: &str) -> Result<(), Error> {
         let clients = self.nbd_clients(name);
         let guest = self.exports.iter().find_map(|export| export.guest_of(name));
-        let by = match (guest, clients) {
-            (Some(socket), _) => format!("the guest at {}", socket.display()),
-            (None, 0) => return Ok(()),
-            (None, 1) => "an NBD client".to_owned(),
-            (None, clients) => format!("{clients} NBD clients"),
+        let by = match (guest, clients, self.open_files(name)) {
+            (Some(socket), ..) => format!("the guest at {}", socket.display()),
+            (None, 0, 0) => return Ok(()),
+            (None, 0, _) => OPEN_FILE.to_owned(),
+            (None, 1, _) => "an NBD client".to_owned(),
+            (None, clients, _) => format!("{clients} NBD clients"),
         };
         Err(Error::Attached { name: name.to_owned(), by })
     }

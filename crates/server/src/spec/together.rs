@@ -4,7 +4,7 @@ use std::path::Path;
 
 use vmstrata_export::nbd::Address;
 
-use super::{DiskSpec, NbdSpec, SpecError, VhostUserSpec};
+use super::{DiskSpec, FuseSpec, NbdSpec, SpecError, VhostUserSpec};
 
 /// Checks that the parts fit together: every name is one disk's, every socket is used once, every disk has an export.
 ///
@@ -14,6 +14,7 @@ pub fn check_together(
     disks: &[DiskSpec],
     sockets: &[VhostUserSpec],
     nbd: &[NbdSpec],
+    fuse: &[FuseSpec],
 ) -> Result<(), SpecError> {
     for (at, socket) in sockets.iter().enumerate() {
         let Some(disk) = disks.iter().find(|disk| disk.name == socket.disk) else {
@@ -30,8 +31,13 @@ pub fn check_together(
             Some(_) => return Err(SpecError::NameTwice { name: disk.name.clone() }),
             None => {}
         }
-        if nbd.is_empty() && sockets.iter().all(|socket| socket.disk != disk.name) {
+        if nbd.is_empty() && fuse.is_empty() && sockets.iter().all(|socket| socket.disk != disk.name) {
             return Err(SpecError::NoExport { disk: disk.name.clone() });
+        }
+    }
+    for (at, mount) in fuse.iter().enumerate() {
+        if fuse[..at].iter().any(|other| other.directory == mount.directory) {
+            return Err(SpecError::DirectoryTwice { path: mount.directory.clone() });
         }
     }
     check_sockets_differ(sockets, nbd)
@@ -89,9 +95,21 @@ mod tests {
 
     #[test]
     fn what_fits_together_passes() {
-        check_together(&[disk(false)], &[socket("web", "a", false)], &[nbd("unix:b")]).unwrap();
-        check_together(&[disk(true)], &[socket("web", "a", false), socket("web", "b", false)], &[]).unwrap();
-        check_together(&[disk(false)], &[socket("web", "a", true), socket("web", "b", true)], &[]).unwrap();
+        check_together(&[disk(false)], &[socket("web", "a", false)], &[nbd("unix:b")], &[]).unwrap();
+        check_together(&[disk(true)], &[socket("web", "a", false), socket("web", "b", false)], &[], &[])
+            .unwrap();
+        check_together(&[disk(false)], &[socket("web", "a", true), socket("web", "b", true)], &[], &[])
+            .unwrap();
+    }
+
+    #[test]
+    fn a_mount_serves_all_disks_and_has_its_directory_alone() {
+        let mount = |directory: &str| -> FuseSpec {
+            api::FuseSpec { directory: directory.to_owned(), ..Default::default() }.try_into().unwrap()
+        };
+        check_together(&[disk(false)], &[], &[], &[mount("/a"), mount("/b")]).unwrap();
+        let twice = check_together(&[disk(false)], &[], &[], &[mount("/a"), mount("/a")]);
+        assert!(matches!(twice, Err(SpecError::DirectoryTwice { .. })));
     }
 
     #[test]
@@ -113,7 +131,7 @@ mod tests {
             (web(), two(true), vec![], "two guests"),
             (web(), vec![socket("web", "a", false)], nbd("unix:a"), "socket a is given twice"),
         ] {
-            let error = check_together(&disks, &sockets, &exports).unwrap_err().to_string();
+            let error = check_together(&disks, &sockets, &exports, &[]).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
     }

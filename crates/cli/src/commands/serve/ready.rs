@@ -29,6 +29,8 @@ struct DiskReport {
     open_error: Option<String>,
     vhost_user: Vec<VhostUserAttachment>,
     nbd: Vec<NbdAttachment>,
+    /// The disk as a file.
+    files: Vec<String>,
 }
 
 impl Report {
@@ -46,6 +48,7 @@ impl Report {
                 .filter_map(|export| vhost_user(export, &disk.name, number))
                 .collect(),
             nbd: status.exports.iter().filter_map(|export| nbd(export, &disk.name, number)).collect(),
+            files: status.exports.iter().filter_map(|export| file(export, &disk.name)).collect(),
         });
         Self { event: "ready", disks: disks.collect() }
     }
@@ -70,6 +73,7 @@ impl DiskReport {
         let mut text = format!("{}: {}, {layers}, {mode}, {}\n", self.name, short_size(self.size), self.path);
         self.vhost_user.iter().for_each(|attachment| text.push_str(&attachment.to_text()));
         self.nbd.iter().for_each(|attachment| text.push_str(&attachment.to_text()));
+        self.files.iter().for_each(|file| text.push_str(&file_text(file)));
         text
     }
 }
@@ -80,7 +84,20 @@ pub fn attachments(disk: &str, number: usize, exports: &[ExportStatus]) -> Strin
         exports.iter().filter_map(|export| vhost_user(export, disk, number)).map(|guest| guest.to_text());
     let clients =
         exports.iter().filter_map(|export| nbd(export, disk, number)).map(|client| client.to_text());
-    guests.chain(clients).collect()
+    let files = exports.iter().filter_map(|export| file(export, disk)).map(|file| file_text(&file));
+    guests.chain(clients).chain(files).collect()
+}
+
+/// The file that is the disk, if the export mounts it.
+fn file(export: &ExportStatus, disk: &str) -> Option<String> {
+    match &export.export {
+        ExportSpec::Fuse(spec) => Some(spec.file_of(disk)),
+        ExportSpec::VhostUser(_) | ExportSpec::Nbd(_) => None,
+    }
+}
+
+fn file_text(file: &str) -> String {
+    format!("  file {file}\n")
 }
 
 /// How to attach the disk through this export, if it is a vhost-user socket that leads to it.
@@ -95,6 +112,6 @@ fn vhost_user(export: &ExportStatus, disk: &str, number: usize) -> Option<VhostU
 fn nbd(export: &ExportStatus, disk: &str, number: usize) -> Option<NbdAttachment> {
     match &export.export {
         ExportSpec::Nbd(spec) => NbdAttachment::new(disk, spec, export.tls, number),
-        ExportSpec::VhostUser(_) => None,
+        ExportSpec::VhostUser(_) | ExportSpec::Fuse(_) => None,
     }
 }

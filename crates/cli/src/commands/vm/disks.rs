@@ -111,7 +111,8 @@ impl ServedDisks {
                 ExportSpec::VhostUser(export) if names_path(&command, Path::new(&export.socket)) => {
                     names.push(export.disk)
                 }
-                ExportSpec::VhostUser(_) => {}
+                // QEMU tells the files that it has open.
+                ExportSpec::VhostUser(_) | ExportSpec::Fuse(_) => {}
                 ExportSpec::Nbd(export) => {
                     for disk in &served.disks {
                         let is_it = |file: &&String| is_export(file, &export.address, &disk.name);

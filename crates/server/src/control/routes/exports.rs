@@ -56,7 +56,7 @@ pub(in crate::control) async fn show(
 fn about(change: &'static str, export: &ExportSpec) -> What {
     let disk = match export {
         ExportSpec::VhostUser(spec) => Some(spec.disk.clone()),
-        ExportSpec::Nbd(_) => None,
+        ExportSpec::Nbd(_) | ExportSpec::Fuse(_) => None,
     };
     What::of(change, disk).object(export.place())
 }

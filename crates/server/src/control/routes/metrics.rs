@@ -152,7 +152,7 @@ impl Numbers {
             .encode_gauge(&waiting)?;
         let connections = self.status.exports.iter().filter_map(|export| match &export.export {
             ExportSpec::Nbd(spec) => Some(([("address", spec.address.as_str())], export.connections?)),
-            ExportSpec::VhostUser(_) => None,
+            ExportSpec::VhostUser(_) | ExportSpec::Fuse(_) => None,
         });
         gauges(encoder, "nbd_connections", "Connections of NBD clients now", connections)?;
         let guests = self
@@ -279,7 +279,7 @@ fn vhost_user(export: &ExportStatus) -> Option<([(&str, &str); 2], &ExportCounte
             [("disk", spec.disk.as_str()), ("socket", spec.socket.as_str())],
             export.counters.as_ref()?,
         )),
-        ExportSpec::Nbd(_) => None,
+        ExportSpec::Nbd(_) | ExportSpec::Fuse(_) => None,
     }
 }
 

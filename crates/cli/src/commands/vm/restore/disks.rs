@@ -378,6 +378,7 @@ impl<'a> GuestDisks<'a> {
                 Ok(Changed { to, export: String::new() })
             }
             ExportSpec::Nbd(_) => Ok(Changed { to: new.to_owned(), export: old.to_owned() }),
+            ExportSpec::Fuse(export) => Ok(Changed { to: export.file_of(new), export: String::new() }),
         }
     }
 }
@@ -492,6 +493,7 @@ fn hits(pairs: &[Pair], path: &Path, way: &Way, name: &str) -> std::vec::IntoIte
             FileId::at(path).is_some_and(|id| FileId::at(named) == Some(id))
         }
         Way::Export(ExportSpec::VhostUser(export)) => same_path(value, Path::new(&export.socket)),
+        Way::Export(ExportSpec::Fuse(export)) => same_path(value, Path::new(&export.file_of(name))),
         Way::Export(ExportSpec::Nbd(export)) => {
             let is_here = match export.address.split_once(':') {
                 Some(("unix", socket)) => {
