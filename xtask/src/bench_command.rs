@@ -10,7 +10,7 @@ use xtask::bench::run::{self, Options};
 use xtask::bench::server::Kind;
 use xtask::bench::session::Timing;
 use xtask::bench::{
-    base, convert, flush, fragmented, fresh, history, memory, migrate, moving, publish, rocksdb, tier,
+    base, convert, flush, fragmented, fresh, fuse, history, memory, migrate, moving, publish, rocksdb, tier,
 };
 use xtask::size::parse_size;
 
@@ -31,6 +31,8 @@ enum What {
     Fresh(FreshBench),
     /// Disks whose 4 KiB blocks lie all over a long history, beside a fresh one (20 GiB of files).
     Fragmented(PlainBench),
+    /// Disks as files on loop devices, beside a raw file (3 GiB of files). As the superuser.
+    Fuse(PlainBench),
     /// A thousand snapshots of a live 50 GiB disk: what a guest feels, opening, differences, bytes.
     History(HistoryBench),
     /// Memory snapshots of guests at work, beside full copies and QEMU's own: bytes, times, what comes after.
@@ -210,6 +212,12 @@ impl Bench {
                 let rounds = bench.rounds.unwrap_or(usual.rounds);
                 fresh::run(&fresh::Options { rounds, publish, parts, ..usual }).map(|_| ())
             }
+            What::Fuse(bench) => {
+                let dir = bench.dir(root, "fuse");
+                let usual = if bench.quick { fuse::Options::quick(dir) } else { fuse::Options::full(dir) };
+                let (rounds, publish) = (bench.rounds.unwrap_or(usual.rounds), bench.publish(root));
+                fuse::run(&fuse::Options { rounds, publish, ..usual }).map(|_| ())
+            }
             What::History(bench) => history::run(&bench.options(root)).map(|_| ()),
             What::Memory(bench) => memory::run(&bench.options(root)?).map(|_| ()),
             What::Rocksdb(bench) => {
@@ -285,6 +293,7 @@ fn render(root: &Path) -> Result<()> {
         flush::SHOWN,
         fragmented::SHOWN,
         fresh::SHOWN,
+        fuse::SHOWN,
         history::SHOWN,
         memory::SHOWN,
         migrate::REAL,

@@ -2,6 +2,7 @@
 
 mod bench_base;
 mod bench_fragmented;
+mod bench_fuse;
 mod bench_history;
 mod bench_migrate;
 mod bench_tier;

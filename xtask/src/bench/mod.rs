@@ -6,6 +6,7 @@
 //!   fragmented ─► disks whose blocks lie all over a long history
 //!   fresh   ──► a disk of one layer, and what its first snapshots cost
 //!   convert ─► disks converted, beside `qemu-img convert`
+//!   fuse    ─► disks as files on loop devices, beside a raw file
 //!   flush   ─► guests that flush often, with a flush log and without
 //!   tier    ─► disks whose epochs go to a NAS, beside none and beside QEMU on the NAS
 //!   base    ─► guests that boot from one base on a NAS, upgrade, swap and wait
@@ -27,6 +28,7 @@ mod floor;
 pub mod flush;
 pub mod fragmented;
 pub mod fresh;
+pub mod fuse;
 pub mod history;
 pub mod load;
 pub mod machine;

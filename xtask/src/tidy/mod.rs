@@ -20,7 +20,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::bench::{convert, fragmented, fresh, history, memory, migrate, moving, publish, rocksdb, tier};
+use crate::bench::{
+    convert, fragmented, fresh, fuse, history, memory, migrate, moving, publish, rocksdb, tier,
+};
 use lexer::{Token, tokens};
 
 /// One Rust source file.
@@ -140,6 +142,7 @@ fn stale_tables(root: &Path) -> Result<Vec<String>> {
         (convert::SHOWN, convert::SHOWN.of_report(root)?),
         (fragmented::SHOWN, fragmented::SHOWN.of_report(root)?),
         (fresh::SHOWN, fresh::SHOWN.of_report(root)?),
+        (fuse::SHOWN, fuse::SHOWN.of_report(root)?),
         (history::SHOWN, history::SHOWN.of_report(root)?),
         (memory::SHOWN, memory::SHOWN.of_report(root)?),
         (rocksdb::SHOWN, rocksdb::SHOWN.of_report(root)?),
