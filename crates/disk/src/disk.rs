@@ -319,7 +319,7 @@ impl Disk {
     }
 
     /// Stops requests: returns once none is inside; new ones wait for [`Disk::resume`], or are refused once the disk is closed.
-    /// [`Disk::flush`], snapshots and merges go on. One caller at a time may drain a disk.
+    /// Flushes, snapshots and merges go on. One caller at a time may drain a disk.
     pub fn drain(&self) {
         self.epochs.close();
     }

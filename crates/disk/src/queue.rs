@@ -207,8 +207,7 @@ impl IoQueue {
 
     fn start(&mut self, mut request: Request) {
         let Some(phase) = self.member.try_enter(&self.disk.epochs) else {
-            self.disk.epochs.call_when_open(&self.mailbox);
-            return self.held.push((request, self.begun));
+            return self.start_drained(request);
         };
         if let Err(error) = self.disk.check(&request) {
             return self.finish_now(&request, phase, Err(error));
@@ -222,6 +221,17 @@ impl IoQueue {
             Op::Flush => self.push_flush(request, phase),
             _ => self.leave_to_worker(request, phase),
         }
+    }
+
+    /// Has a request wait until the disk goes on. A flush is of writes that have completed: it need not.
+    #[cold]
+    fn start_drained(&mut self, request: Request) {
+        if request.op == Op::Flush {
+            let slot = self.slot(request, None, 0);
+            return self.send_to_worker(slot);
+        }
+        self.disk.epochs.call_when_open(&self.mailbox);
+        self.held.push((request, self.begun));
     }
 
     /// Makes a write of zeros a request for zeros, where whole clusters gain by it.

@@ -205,6 +205,30 @@ fn a_drained_disk_holds_requests_until_it_resumes_or_is_closed() {
 }
 
 #[test]
+fn a_flush_passes_requests_that_wait_for_a_drained_disk() {
+    let (_dir, disk) = empty_disk();
+    let mut queue = IoQueue::new(Arc::clone(&disk), 8).unwrap();
+    disk.drain();
+    queue.push(write_at(4096));
+    queue.push(Request { token: 7, ..request(Op::Flush, 0, &mut []) });
+    let mut ended = Vec::new();
+    while ended.is_empty() {
+        queue.submit();
+        queue.wait(&[], Some(Duration::from_secs(10)));
+        queue.reap(&mut ended);
+    }
+    let ended: Vec<_> =
+        ended.iter().map(|completion| (completion.token, completion.result.is_ok())).collect();
+    assert_eq!((ended, queue.in_flight()), (vec![(7, true)], 1));
+    disk.resume();
+    while queue.in_flight() > 0 {
+        queue.submit();
+        queue.wait(&[], Some(Duration::from_secs(10)));
+        queue.reap(&mut Vec::new());
+    }
+}
+
+#[test]
 fn a_queue_that_ends_waits_for_writes_that_are_held() {
     let (_dir, disk) = empty_disk();
     let (closed, is_closed) = std::sync::mpsc::channel();
