@@ -9,11 +9,11 @@ pub struct Change {
     /// When it ended, as RFC 3339 has it, in UTC.
     #[schema(example = "2026-11-21T23:59:59Z")]
     pub time: String,
-    /// What was changed. By a server: `disk_add`, `disk_remove`, `disk_resize`, `disk_limit`, `tier_sync`, `tier_hold`, `tier_rate`, `move_rate`, `replica_pin`, `replica_drop`, `export_add`, `export_remove`, `snapshot_create`,
+    /// What was changed. By a server: `disk_add`, `disk_remove`, `disk_resize`, `disk_limit`, `tier_sync`, `tier_hold`, `tier_follow`, `tier_hand_over`, `tier_take_back`, `tier_take_over`, `tier_rate`, `move_rate`, `replica_pin`, `replica_drop`, `export_add`, `export_remove`, `snapshot_create`,
     /// `snapshot_revert`, `job_start`, `job_change`, `shutdown`; when a job has ended, the kind of the job. By a command without a
     /// server: those of these that it can make, and `disk_create`, `disk_repair`, `disk_backup`, `disk_restore`, `disk_convert`, `snapshot_clone`,
     /// `snapshot_hold`, `snapshot_release`, `index_drop`, `tier_takeover`, `tier_branch_drop`, `tier_detach`, `gc`, `vm_snapshot`, `vm_restore`, `vm_delete`, `vm_gc`,
-    /// `vm_repair`.
+    /// `vm_repair`, `vm_migrate`.
     #[schema(example = "snapshot_create")]
     pub change: String,
     /// The disks, by what the server calls them, or by their paths where no server was asked; none for what is about no disk.

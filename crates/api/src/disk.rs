@@ -114,6 +114,9 @@ pub struct DiskSpec {
     /// With `tier`: where what a guest has flushed is durable.
     #[serde(default, skip_serializing_if = "is_default")]
     pub durability: DurableAt,
+    /// With `tier`: while another host publishes the disk, show it to guests and have all requests wait until this host takes it over.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub standby: bool,
 }
 
 /// What a guest has a disk for.

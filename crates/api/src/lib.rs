@@ -52,7 +52,7 @@ pub use stats::{DepthStats, DiskStats, KindStats, Latency, LatencyBucket, NamedS
 pub use status::{FlushLogStatus, ResourceStatus, ServerStatus};
 pub use tier::{
     DurableAt, OnOutage, PendingSnapshot, Replica, ReplicaDropped, ReplicaLayer, ReplicaList, ReplicaPin,
-    TierCache, TierHold, TierState, TierStatus,
+    TakeOver, TierCache, TierHold, TierState, TierStatus,
 };
 
 /// Where a server listens unless told otherwise, below its runtime directory.

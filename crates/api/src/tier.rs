@@ -25,6 +25,10 @@ pub struct TierStatus {
     pub local: String,
     /// This host's copy, as heads name it.
     pub owner: String,
+    /// The copy that published the newest head that this host knows: another one while this host stands by.
+    pub published_by: String,
+    /// That head.
+    pub head: String,
     /// Counts the copies and processes that published the disk, one after the other.
     pub generation: u64,
     /// The newest epoch that is published.
@@ -179,14 +183,29 @@ pub struct TierHold {
     pub seconds: u64,
 }
 
+/// From what a disk is taken over that this host stands by for.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TakeOver {
+    /// From this head, which its host offers: refused once that has taken the disk back. If omitted, from the newest: whoever asks has made
+    /// sure that the other host is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(pattern = "^head-[0-9]{12}$")]
+    pub head: Option<String>,
+}
+
 /// Whether a tiered disk is published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TierState {
     /// It was made a tiered disk while it was in use: it is written on this host, and its image is read before the first epoch is published.
     Attaching,
+    /// Another host publishes it, and requests wait until this one takes it over.
+    Standby,
     /// It is, epoch by epoch.
     Publishing,
+    /// All of it is, and no more: requests wait until another host has taken it over, or this one takes it back.
+    HandedOver,
     /// It could not be, which is tried again: the repository does not answer, as a rule. The guest goes on.
     Stalled,
     /// Another host took the disk over: this one takes no more writes, and publishes nothing.

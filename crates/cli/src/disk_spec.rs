@@ -30,7 +30,7 @@ pub fn format_by_name(image: &Path) -> Format {
 
 /// Reads `path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
 /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]][,tier=DIR[,repository=ADDRESS][,group=NAME][,window=SECONDS][,epochs=TIME]
-/// [,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE][,durability=host|repository]][,replica=DIR[,repository=ADDRESS][,on-missing=...]][,role=swap|local,size=SIZE][,LIMITS]`.
+/// [,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall][,outage-bytes=SIZE][,durability=host|repository][,standby]][,replica=DIR[,repository=ADDRESS][,on-missing=...]][,role=swap|local,size=SIZE][,LIMITS]`.
 ///
 /// # Errors
 /// Names the key that is missing, unknown, repeated or malformed.

@@ -93,6 +93,7 @@ fn every_operation_answers_as_the_document_says() {
     client.ask("DELETE", "/v1/disks/tiered/replica", &Value::Null, 409);
     client.ask("PUT", "/v1/disks/tiered/replica", &json!({ "pinned": false }), 200);
     client.ask("DELETE", "/v1/disks/tiered/replica", &Value::Null, 200);
+    handed_over(&mut client, &images);
     let rate = json!({ "bytes_a_second": 1 << 20 });
     for path in ["/v1/tier/rate", "/v1/move/rate"] {
         client.ask("PUT", path, &rate, 200);
@@ -110,6 +111,33 @@ fn every_operation_answers_as_the_document_says() {
     // Its answer has no end that could be waited for as that of the others.
     client.asked.insert(("GET".into(), "/v1/events".into()));
     assert_eq!(client.asked, operations());
+}
+
+/// The tiered disk goes to another directory of the same host, as it would to another host.
+fn handed_over(client: &mut Client, images: &Images) {
+    let (path, tier) = (images.name("tiered.qcow2"), images.name("there"));
+    client.ask(
+        "POST",
+        "/v1/disks",
+        &json!({ "path": path, "name": "there", "tier": tier, "standby": true }),
+        201,
+    );
+    let followed = client.ask("POST", "/v1/disks/there/tier/follow", &Value::Null, 200).json();
+    assert_eq!(followed["state"], "standby");
+    let size = json!({ "size_bytes": 32 << 20 });
+    client.ask("PUT", "/v1/disks/there/size", &size, 409);
+    let offer = "/v1/disks/tiered/tier/hand-over";
+    let lost = client.ask("POST", offer, &Value::Null, 200).json();
+    assert_eq!(client.ask("DELETE", offer, &Value::Null, 200).json()["state"], "publishing");
+    let take = "/v1/disks/there/tier/take-over";
+    client.ask("POST", take, &json!({ "head": lost["head"] }), 409);
+    let offered = client.ask("POST", offer, &Value::Null, 200).json();
+    assert_eq!(offered["state"], "handed_over");
+    let taken = client.ask("POST", take, &json!({ "head": offered["head"] }), 200).json();
+    assert_eq!((&taken["state"], &taken["epoch"]), (&json!("publishing"), &offered["epoch"]));
+    client.ask("POST", take, &json!({}), 409);
+    client.ask("DELETE", offer, &Value::Null, 503);
+    client.ask("DELETE", "/v1/disks/tiered", &Value::Null, 204);
 }
 
 /// One of each kind, and all that can be done to one.

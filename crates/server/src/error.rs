@@ -87,6 +87,20 @@ pub enum Error {
         /// The disk.
         name: String,
     },
+    /// A disk that another host publishes.
+    #[error(
+        "disk '{name}' stands by: another host publishes it, and requests wait until this one takes it over (`vmstrata vm migrate`, `vmstrata tier takeover`)"
+    )]
+    StandsBy {
+        /// The disk.
+        name: String,
+    },
+    /// A disk that does not wait to be taken over.
+    #[error("disk '{name}' does not stand by (its key standby)")]
+    NoStandby {
+        /// The disk.
+        name: String,
+    },
     /// A disk that is not tiered.
     #[error("disk '{name}' is not tiered (its key tier=DIR)")]
     NotTiered {

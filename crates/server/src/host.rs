@@ -27,6 +27,7 @@ mod report;
 mod retention;
 mod revert;
 mod snapshots;
+mod standby;
 mod states;
 mod tier;
 mod tree;
@@ -57,6 +58,7 @@ use self::reconcile::Wait;
 pub(crate) use self::report::Counted;
 use self::report::Counts;
 use self::retention::Due;
+use self::standby::StandingBy;
 pub(crate) use self::states::look_at;
 use self::users::Users;
 use crate::agent::Guards;
@@ -132,6 +134,8 @@ struct Entry {
     users: Arc<Users>,
     /// What publishes it, if it is a tiered disk that is open, and its number among the disks of that.
     tier: Option<(Arc<Tiered>, usize)>,
+    /// What waits to take it over, if another host publishes it, and its number among the disks of that.
+    standby: Option<(Arc<StandingBy>, usize)>,
     /// What is not published yet, of a disk that became a tiered one while it was in use.
     attaching: Option<BeingAttached>,
     /// Its move, until the source files are gone.
@@ -149,6 +153,7 @@ impl Entry {
             phase,
             users: Arc::default(),
             tier: None,
+            standby: None,
             attaching: None,
             moving: None,
             has_rebase_state: false,
@@ -197,7 +202,10 @@ impl Table {
 
     /// The names of the disks that are published together with one, itself among them.
     fn published_with(&self, name: &str) -> Vec<String> {
-        let tier_of = |entry: &Entry| entry.tier.as_ref().map(|(tier, _)| Arc::as_ptr(tier));
+        let tier_of = |entry: &Entry| {
+            let tier = entry.tier.as_ref().map(|(tier, _)| Arc::as_ptr(tier).cast::<()>());
+            tier.or(entry.standby.as_ref().map(|(standby, _)| Arc::as_ptr(standby).cast()))
+        };
         let Some(tier) = self.entry(name).and_then(tier_of) else { return vec![name.to_owned()] };
         let others = self.disks.iter().filter(|entry| tier_of(entry) == Some(tier));
         others.map(|entry| entry.spec.name.clone()).collect()

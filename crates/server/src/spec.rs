@@ -170,6 +170,12 @@ pub enum SpecError {
         /// Why.
         error: LimitError,
     },
+    /// A head that is none.
+    #[error("'head' is the name of a head, as head-000000000012, not '{text}'")]
+    Head {
+        /// What was said.
+        text: String,
+    },
     /// A key of tiered disks without a tier.
     #[error("'{key}' goes with 'tier'{}", if matches!(*key, "on-missing" | "repository") { " or 'replica'" } else { "" })]
     WithoutTier {

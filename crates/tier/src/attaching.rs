@@ -200,7 +200,8 @@ impl Attaching {
     pub fn finish(self) -> Result<Tiered> {
         let Self { place, options, open, resources, disk, copy, publisher, meter, merges, pin, .. } = self;
         let pins = vec![pin.expect("it is published")];
-        let held = Held { copy, publisher, pins, meter, merges, running: Some(disk) };
+        let running = vec![disk];
+        let held = Held { copy, publisher, pins, meter, merges, running, reads_past_cache: true };
         Tiered::run(&place, options, &[open], &resources, held).map(|(_, tiered)| tiered)
     }
 }

@@ -45,7 +45,7 @@ use crate::place::{Copy, Place};
 use crate::publisher::Publisher;
 use crate::rebase::{draft_of, remove_if_there};
 use crate::rebases::{Drafted, Stage};
-use crate::shared::{Orders, Shared};
+use crate::shared::{Offer, Orders, Shared};
 use crate::stand;
 use crate::states::keep;
 use crate::status::{DurableAt, OnOutage, TierOptions, TierState};
@@ -105,8 +105,10 @@ pub(crate) struct Held {
     pub(crate) meter: Arc<Meter>,
     /// The same repository, for merges.
     pub(crate) merges: Arc<dyn Repository>,
-    /// The disk, if it is in use already: its first layer is not read through the cache.
-    pub(crate) running: Option<Arc<Disk>>,
+    /// The disks, if they are open already.
+    pub(crate) running: Vec<Arc<Disk>>,
+    /// Whether their lowest layers are not read through the cache.
+    pub(crate) reads_past_cache: bool,
 }
 
 impl Drop for Engine {
@@ -132,17 +134,18 @@ impl Engine {
         resources: &Arc<Resources>,
         held: Held,
     ) -> Result<Self> {
-        let Held { copy, mut publisher, pins, meter, merges, running } = held;
-        let (stands_anew, is_late) = (running.is_some(), Arc::<AtomicBool>::default());
+        let Held { copy, mut publisher, pins, meter, merges, running, reads_past_cache } = held;
+        let (stands_anew, is_late) = (reads_past_cache, Arc::<AtomicBool>::default());
+        let mut running = running.into_iter();
         publisher.keep(options.epochs);
         let head = publisher.head();
         place.make_links()?;
         remove_if_there(&draft_of(place))?;
-        let open = |(place, open): (Place, &OpenOptions)| {
+        let mut open = |(place, open): (Place, &OpenOptions)| {
             point_at(&place, &head.epoch)?;
-            Member::new(place, running.clone(), open, resources, (merges.clone(), is_late.clone()))
+            Member::new(place, running.next(), open, resources, (merges.clone(), is_late.clone()))
         };
-        let members = place.members().into_iter().zip(opens).map(open).collect::<Result<Vec<_>>>()?;
+        let members = place.members().into_iter().zip(opens).map(&mut open).collect::<Result<Vec<_>>>()?;
         let disks: Vec<Arc<Disk>> = members.iter().map(|member| member.disk.clone()).collect();
         let pins = needed(&members, &publisher, pins)?;
         if pins.is_none() {
@@ -231,7 +234,8 @@ impl Engine {
         let mut orders = self.shared.orders.lock();
         let is_asked = |orders: &Orders| orders.asked > orders.done.max(orders.failed.0);
         let is_idle = |orders: &Orders| {
-            let is_wanted = orders.flushes.len() > 0 && self.retry_at.is_none();
+            let waits = orders.flushes.len() > 0 && orders.offer != Offer::Made;
+            let is_wanted = waits && self.retry_at.is_none();
             !is_asked(orders) && !is_wanted && !orders.is_stopped
         };
         if is_idle(&orders) {
@@ -243,10 +247,16 @@ impl Engine {
 
     fn is_due(&self) -> bool {
         let window = &self.shared.window;
-        let waits = self.shared.orders.lock().flushes.len() > 0;
+        let orders = self.shared.orders.lock();
+        let (offer, waits) = (orders.offer, orders.flushes.len() > 0);
+        drop(orders);
+        if offer == Offer::Made {
+            return false;
+        }
         let is_rebased = self.shared.rebases.lock().is_waiting();
         let is_wanted = || {
             waits
+                || offer == Offer::Withdrawn
                 || is_rebased
                 || window.is_pending()
                 || window.is_cut_due(&self.disks)
@@ -262,6 +272,12 @@ impl Engine {
     fn pass(&mut self, is_asked: bool) -> Result<()> {
         self.mend()?;
         self.publisher.settle()?;
+        if self.shared.orders.lock().offer == Offer::Made {
+            // No head but those of what is left.
+            self.cut_and_publish()?;
+            return self.name_published();
+        }
+        self.take_back()?;
         self.rebase()?;
         if is_asked || !self.shared.window.is_held() || self.shared.orders.lock().flushes.len() > 0 {
             self.cut_and_publish()?;
@@ -274,6 +290,19 @@ impl Engine {
             }
             bounded => bounded,
         }
+    }
+
+    /// Publishes the newest epoch once more if it was offered, so that no other host takes the disks over from there.
+    fn take_back(&mut self) -> Result<()> {
+        if self.shared.orders.lock().offer == Offer::None {
+            return Ok(());
+        }
+        self.publisher.publish(self.publisher.head().epoch.clone())?;
+        self.report();
+        self.shared.orders.lock().offer = Offer::None;
+        self.disks.iter().for_each(|disk| disk.resume());
+        tracing::info!(disk = %self.place, "taken back: no other host has taken the disk over");
+        Ok(())
     }
 
     /// Publishes what waits, and cuts the disks if that is due, or if flushes wait for that.
@@ -689,6 +718,7 @@ impl Engine {
         let mut orders = self.shared.orders.lock();
         let status = &mut orders.status;
         status.epoch = head.epoch.number;
+        (status.head, status.generation) = (head.number, head.generation);
         status.epoch_time_ns = head.epoch.time_ns;
         status.layers = head.epoch.objects().count();
         drop(orders);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 use vmstrata_repo::ObjectName;
 
-use crate::head::{EpochNumber, Head, OBJECTS_MAX, ObjectId};
+use crate::head::{EpochNumber, Head, HeadNumber, OBJECTS_MAX, ObjectId};
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -204,6 +204,37 @@ pub enum Error {
         repository: String,
         /// What it published.
         by: Box<Head>,
+    },
+    /// A disk that its host does not offer any more.
+    #[error("{repository}: the disk cannot be taken over from {from}: {why}")]
+    NotHandedOver {
+        /// The repository.
+        repository: String,
+        /// The head that was offered.
+        from: HeadNumber,
+        /// Why not.
+        why: String,
+    },
+    /// A disk that cannot be offered to another host.
+    #[error("{}: the disk cannot be handed over: {why}", repository.display())]
+    NotOffered {
+        /// The repository.
+        repository: PathBuf,
+        /// Why not.
+        why: &'static str,
+    },
+    /// A disk that has another size than this host shows.
+    #[error(
+        "{}: it has {is} bytes now, and {shown} when this host began to stand by: remove it here, and add it again",
+        path.display()
+    )]
+    Resized {
+        /// The disk's path.
+        path: PathBuf,
+        /// Its bytes.
+        is: u64,
+        /// Those that this host's guests see.
+        shown: u64,
     },
     /// A disk with as many layers as a head names.
     #[error("{repository}: the disk has {OBJECTS_MAX} layers, which is the most that are published")]

@@ -10,6 +10,7 @@
 //! | `copies` | the copy of a disk that a host writes |
 //! | [`place`](Place), [`elsewhere`](Elsewhere), `mount` | where the parts of a tiered disk lie, and on what |
 //! | `attach`, [`attaching`](Attaching), [`detach`](Detach) | an ordinary image as the first layer, also of a disk in use, and the way back; the disk's path |
+//! | `hand_over`, [`standby`](Standby) | a disk goes from one host to another while both run |
 //! | [`branch`](Branch) | copies that were put aside |
 //! | [`window`](WindowStatus), `pacer`, `flushes` | how old the oldest write is that is not published, and what guests notice of it |
 //! | [`wire`](Wire), `meter`, `metered` | what the disks of a host share on the way to repositories, and what is seen of these |
@@ -63,6 +64,7 @@ mod engine;
 mod error;
 mod flushes;
 mod group;
+mod hand_over;
 mod head;
 mod lock;
 mod look;
@@ -87,6 +89,7 @@ mod retain;
 mod sealed;
 mod shared;
 mod stand;
+mod standby;
 mod states;
 mod status;
 mod tiered;
@@ -122,6 +125,7 @@ pub use rebase::{Draft, rebase};
 pub use rebasing::Rebasing;
 pub use remote::{CachedLayer, OnMissing, Remote};
 pub use replica::{LayerReplica, Passed, Replica, Walk, read_through};
+pub use standby::Standby;
 pub use states::{age_of, find_snapshot, find_state, forget, open_state, snapshots, snapshots_of};
 pub use status::{DurableAt, OnOutage, TierOptions, TierState, TierStatus, WindowStatus};
 pub use tiered::{TakenState, Tiered};

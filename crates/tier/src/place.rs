@@ -473,6 +473,15 @@ impl Copy {
         Ok(())
     }
 
+    /// Deletes the copy.
+    ///
+    /// # Errors
+    /// Whatever the host reports: a part may be gone.
+    pub(crate) fn delete(self) -> Result<()> {
+        let local = &self.place.local;
+        fs::remove_dir_all(local).map_err(Error::of_file(local, "delete the copy"))
+    }
+
     /// Puts the copy away under another name, which is returned, and holds a new one.
     ///
     /// # Errors

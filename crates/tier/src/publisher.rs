@@ -46,6 +46,8 @@ pub enum Claim {
     Resume,
     /// Whoever published last does not run any more, as the caller made sure.
     TakeOver,
+    /// Who published this head offers the disk: it publishes no other one, unless it takes the disk back, which is a head, too.
+    HandedOver(HeadNumber),
 }
 
 impl Claim {
@@ -54,6 +56,11 @@ impl Claim {
         match (self, below) {
             (Self::First, None) | (Self::TakeOver, Some(_)) => Ok(()),
             (_, Some(head)) if head.owner == owner => Ok(()),
+            (Self::HandedOver(from), Some(head)) if head.number == from => Ok(()),
+            (Self::HandedOver(from), Some(head)) => {
+                let why = format!("copy {} of the disk went on with {}", head.owner, head.number);
+                Err(Error::NotHandedOver { repository: repository.describe(), from, why })
+            }
             (_, Some(head)) => Err(fenced(repository, head.clone())),
             (_, None) => Err(Error::NoHead { repository: repository.describe() }),
         }
@@ -97,7 +104,16 @@ impl Seen {
         Ok(Self { layers: look.layers().collect(), below })
     }
 
-    fn of_whole(whole: Option<Whole>) -> Self {
+    /// The same, for who knows the newest head, which an old listing may lack.
+    ///
+    /// # Errors
+    /// No such head; what the repository reports.
+    pub(crate) fn at(repository: &dyn Repository, head: HeadNumber) -> Result<Self> {
+        let layers = Look::any(repository)?.layers().collect();
+        Ok(Self { layers, below: Some(read_head(repository, head)?) })
+    }
+
+    pub(crate) fn of_whole(whole: Option<Whole>) -> Self {
         let below = whole.as_ref().map(Whole::below);
         Self { layers: whole.map(|whole| whole.layers).unwrap_or_default(), below }
     }
@@ -113,6 +129,7 @@ impl Publisher {
         let seen = match claim {
             Claim::TakeOver => Seen::of_whole(newest_whole(&*repository)?),
             Claim::First | Claim::Resume => Seen::of(&*repository)?,
+            Claim::HandedOver(from) => Seen::at(&*repository, from)?,
         };
         Self::claim_above(repository, owner, claim, seen)
     }

@@ -47,7 +47,19 @@ pub(crate) struct Orders {
     pub(crate) is_stopped: bool,
     pub(crate) has_ended: bool,
     pub(crate) flushes: Flushes,
+    pub(crate) offer: Offer,
     pub(crate) status: TierStatus,
+}
+
+/// Whether another host may take the disks over. See `hand_over`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Offer {
+    #[default]
+    None,
+    /// From the newest head, which stays that.
+    Made,
+    /// Until there is another head of this host.
+    Withdrawn,
 }
 
 impl Shared {
@@ -66,6 +78,7 @@ impl Shared {
             is_stopped: false,
             has_ended: false,
             flushes: Flushes::default(),
+            offer: Offer::None,
             status,
         };
         let [changed, watched] = [Condvar::new(), Condvar::new()];
@@ -126,6 +139,9 @@ impl Shared {
         let mut status = orders.status.clone();
         status.window = WindowStatus { flushes_wait: orders.flushes.len(), ..self.window.status() };
         status.pending = self.pending.all();
+        if (&status.state, orders.offer) == (&TierState::Publishing, Offer::Made) {
+            status.state = TierState::HandedOver;
+        }
         if let (TierState::Publishing, Some(since)) = (&status.state, silent_since) {
             let why = format!("{}: it does not answer", status.repository.display());
             status.state = TierState::Stalled { since_ns: since.ns, why };

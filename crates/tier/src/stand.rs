@@ -29,7 +29,12 @@ const DEAD_BYTES: u64 = 64 << 20;
 
 /// Pins the epoch of a head for the copy of its owner, which is about to stand on it.
 pub(crate) fn pin_for(repository: &dyn Repository, head: &Head) -> Result<Pin> {
-    Pin::make_from(repository, head.clone(), Some(head.epoch.number), &copy_of(head.owner))
+    pin_as(repository, head, head.owner)
+}
+
+/// The same for a copy that another one's head is for.
+pub(crate) fn pin_as(repository: &dyn Repository, head: &Head, owner: OwnerId) -> Result<Pin> {
+    Pin::make_from(repository, head.clone(), Some(head.epoch.number), &copy_of(owner))
 }
 
 /// Pins an epoch for the copy of its owner before a head publishes it. Nothing that it names is deleted before the pin is made: the caller sees to that.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cache::CacheUse;
-use crate::head::{EpochNumber, Generation, Head, OwnerId};
+use crate::head::{EpochNumber, Generation, Head, HeadNumber, OwnerId};
 use crate::look::KEEP;
 use crate::mount;
 use crate::pending::PendingSnapshot;
@@ -81,8 +81,12 @@ pub enum DurableAt {
 pub enum TierState {
     /// The image is read that becomes the first epoch.
     Attaching,
+    /// Another host publishes; this one waits to take the disk over, with all requests.
+    Standby,
     /// It publishes.
     Publishing,
+    /// It publishes nothing, and requests wait: another host may take the disk over.
+    HandedOver,
     /// It could not, and tries again.
     Stalled {
         /// In nanoseconds since 1970.
@@ -108,7 +112,11 @@ pub struct TierStatus {
     pub local: PathBuf,
     /// Whose copy this is.
     pub owner: OwnerId,
-    /// The generation that it publishes.
+    /// Whose copy published the newest head that this host knows.
+    pub published_by: OwnerId,
+    /// That head.
+    pub head: HeadNumber,
+    /// Its generation.
     pub generation: Generation,
     /// The newest epoch that is published.
     pub epoch: EpochNumber,
@@ -165,6 +173,8 @@ impl TierStatus {
             repository: place.repository_name(),
             local: place.local.clone(),
             owner: head.owner,
+            published_by: head.owner,
+            head: head.number,
             generation: head.generation,
             epoch: head.epoch.number,
             epoch_time_ns: head.epoch.time_ns,

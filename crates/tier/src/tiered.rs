@@ -29,16 +29,18 @@ use crate::status::{DurableAt, TierOptions, TierStatus};
 /// A tiered disk, or the disks of a group, published from this host until this is dropped.
 #[derive(Debug)]
 pub struct Tiered {
-    members: Vec<Place>,
-    shared: Arc<Shared>,
+    pub(crate) members: Vec<Place>,
+    pub(crate) shared: Arc<Shared>,
     /// Of the first disk.
     ground: Arc<Ground>,
     /// Whoever closes them waits for no more than a cut.
     disks: Vec<Weak<Disk>>,
-    repository: Arc<dyn Repository>,
+    pub(crate) repository: Arc<dyn Repository>,
     /// What reads the layers that are in the repository, if they are read through a cache.
     remote: Option<Arc<Remote>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Held while the disks are handed over or taken back: what is half offered must not be named.
+    pub(crate) handing: Mutex<()>,
 }
 
 /// A state of a tiered disk that was given a name.
@@ -71,7 +73,8 @@ impl Tiered {
         let Claimed { copy, publisher, pins } =
             claim(place, opens, resources, |repository| watched.of(repository))?;
         let (merges, meter) = (watched.merges(), watched.meter);
-        let held = Held { copy, publisher, pins, meter, merges, running: None };
+        let running = Vec::new();
+        let held = Held { copy, publisher, pins, meter, merges, running, reads_past_cache: false };
         Self::run(place, options, opens, resources, held)
     }
 
@@ -99,7 +102,16 @@ impl Tiered {
         let start = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let publishes = start("tier").spawn(move || engine.run()).map_err(failed())?;
         let (weak, threads) = (disks.iter().map(Arc::downgrade).collect(), Mutex::new(vec![publishes]));
-        let tiered = Self { members, shared, ground, disks: weak, repository, remote, threads };
+        let tiered = Self {
+            members,
+            shared,
+            ground,
+            disks: weak,
+            repository,
+            remote,
+            threads,
+            handing: Mutex::default(),
+        };
         // The watch ends with the engine.
         tiered.threads.lock().push(start("tier-watch").spawn(watch).map_err(failed())?);
         Ok((disks, tiered))
@@ -205,19 +217,19 @@ impl Tiered {
         Rebasing::begin(&self.shared, &self.ground, &self.open_disks()?, onto)
     }
 
-    fn cut(&self) -> Result<CutState> {
+    pub(crate) fn cut(&self) -> Result<CutState> {
         self.shared.cut(&self.open_disks()?)
     }
 
     /// The disks, while they are published.
-    fn open_disks(&self) -> Result<Vec<Arc<Disk>>> {
+    pub(crate) fn open_disks(&self) -> Result<Vec<Arc<Disk>>> {
         let disks = self.disks.iter().map(Weak::upgrade).collect::<Option<Vec<_>>>();
         let orders = self.shared.orders.lock();
         disks.filter(|_| !orders.has_ended).ok_or_else(|| ended(&orders))
     }
 
     /// Has what is cut off published, and waits for it.
-    fn publish(&self, deadline: Instant) -> Result<()> {
+    pub(crate) fn publish(&self, deadline: Instant) -> Result<()> {
         let own = {
             let mut orders = self.shared.orders.lock();
             orders.asked += 1;

@@ -12,6 +12,7 @@ mod detach;
 mod elsewhere;
 mod group;
 mod replica;
+mod standby;
 mod takeover;
 mod tier_support;
 mod tiered;

@@ -152,7 +152,9 @@ impl Served {
             layers: status.layers,
             unpublished_bytes: status.window.unpublished_bytes,
             stalled: match status.state {
-                TierState::Attaching | TierState::Publishing => None,
+                TierState::Attaching | TierState::Standby | TierState::Publishing | TierState::HandedOver => {
+                    None
+                }
                 TierState::Stalled { why, .. } | TierState::Fenced { why } => Some(why),
             },
             written_bytes: self.repository.written_bytes(),

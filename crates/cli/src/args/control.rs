@@ -110,7 +110,7 @@ pub enum DiskCommand {
         /// path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
         /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]
         /// [,tier=DIR[,repository=ADDRESS][,group=NAME][,window=SECONDS][,epochs=TIME][,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall]
-        /// [,outage-bytes=SIZE][,durability=host|repository]][,replica=DIR[,repository=ADDRESS][,on-missing=...]][,role=swap|local,size=SIZE][,LIMITS], as for `serve --disk`. A disk of a group
+        /// [,outage-bytes=SIZE][,durability=host|repository][,standby]][,replica=DIR[,repository=ADDRESS][,on-missing=...]][,role=swap|local,size=SIZE][,LIMITS], as for `serve --disk`. A disk of a group
         /// waits until all of the group were added
         #[arg(value_name = "SPEC", value_parser = OsStringValueParser::new().try_map(|text| parse_api_disk(text).map(Box::new)))]
         spec: Box<api::DiskSpec>,

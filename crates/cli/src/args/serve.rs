@@ -30,7 +30,7 @@ pub struct ServeArgs {
     /// A disk: path=FILE[,name=NAME][,read-only][,force][,cache=host|direct][,detect-zeroes=off|on|unmap][,subclusters=on|off][,format=qcow2|raw]
     /// [,at=SNAPSHOT[,clone=FILE]][,agent=SOCKET][,keep=RULE,,RULE...][,backing=none|PATH[:PATH...]]
     /// [,tier=DIR[,repository=ADDRESS][,group=NAME][,window=SECONDS][,epochs=TIME][,on-missing=wait|error[:SECONDS]][,on-outage=continue|stall]
-    /// [,outage-bytes=SIZE][,durability=host|repository]][,replica=DIR[,repository=ADDRESS][,on-missing=...]][,role=swap|local,size=SIZE][,LIMITS] (repeatable);
+    /// [,outage-bytes=SIZE][,durability=host|repository][,standby]][,replica=DIR[,repository=ADDRESS][,on-missing=...]][,role=swap|local,size=SIZE][,LIMITS] (repeatable);
     /// keep=daily=7,,weekly=4 has the server delete other snapshots; backing= names all that its backing files may be, or lie
     /// in, instead of its own directory; detect-zeroes=unmap gives the space of clusters that are written with zeros back; subclusters=off
     /// has overlays of snapshots made without subclusters; tier=DIR keeps what guests write in DIR on this host and publishes it
@@ -39,7 +39,8 @@ pub struct ServeArgs {
     /// cut at one instant and published together; epochs=2h keeps published
     /// states for so long, instead of 10m, for FILE@-90m for example; on-missing=error has reads that need the NAS fail when it has
     /// not answered for 30 or SECONDS, and not wait; on-outage=stall has flushes wait when the window cannot be kept,
-    /// outage-bytes= bounds what is kept in DIR meanwhile, and durability=repository has each flush wait until it is published; replica=DIR keeps what is read of layers in repositories on this host, for a clone of
+    /// outage-bytes= bounds what is kept in DIR meanwhile, and durability=repository has each flush wait until it is published; standby has all requests wait while another host
+    /// publishes the disk, until this one takes it over, see `vm migrate`; replica=DIR keeps what is read of layers in repositories on this host, for a clone of
     /// a tiered disk's snapshot, see `replica`, with repository= where that is in HDFS or S3; role=swap or role=local makes FILE,
     /// a raw one of SIZE that stays on this host and goes with the disk; LIMITS are
     /// iops-total=1000, bps-read=64M and their like, as for `disk limit`

@@ -55,10 +55,11 @@ same. The end of the server ends it, as does a budget that is used up (the disk'
     Rate(TierRateArgs),
     /// Take a disk over, with those of its group, whose host is off: what that host published is served by this one from then on
     #[command(
-        after_help = "Examples:\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes\n\nMake sure that the other host is off, or at least that its guest is. If it is not, it can publish nothing more, refuses writes \
+        after_help = "Examples:\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata\n  vmstrata tier takeover /mnt/nas/vms/web.qcow2 --tier /var/lib/vmstrata --yes\n  vmstrata tier takeover web --yes\n\nMake sure that the other host is off, or at least that its guest is. If it is not, it can publish nothing more, refuses writes \
 at its next try, and keeps what it had not published. A copy that this host has from before is put aside, and named.\n\
 Where the NAS has lost its newest epochs, the disk goes back to the newest that is whole: without --yes this says which are lost.\n\
-Then serve the disk: vmstrata serve --disk path=/mnt/nas/vms/web.qcow2,tier=/var/lib/vmstrata"
+Then serve the disk: vmstrata serve --disk path=/mnt/nas/vms/web.qcow2,tier=/var/lib/vmstrata\n\
+A disk that the server has with its key standby is named as the server does, without --tier: its guest goes on at once."
     )]
     Takeover(TakeoverArgs),
     /// Show what keeps states of a disk in its repository, or release what a lost host or a killed command has left there
@@ -255,14 +256,17 @@ pub(super) fn parse_rate(text: &str) -> Result<HostRate, HostRateError> {
 /// `vmstrata tier takeover`
 #[derive(Debug, Args)]
 pub struct TakeoverArgs {
-    /// The disk's path
+    /// The disk: its path; without --tier its name at the server, which stands by for it
     pub disk: PathBuf,
     /// The directory on this host for its copies of disks, as in the disk's key tier=DIR
     #[arg(long, value_name = "DIR")]
-    pub tier: PathBuf,
+    pub tier: Option<PathBuf>,
     /// Do it: the other host is off
     #[arg(long)]
     pub yes: bool,
+    /// The server that may stand by for it.
+    #[command(flatten)]
+    pub server: ControlArgs,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

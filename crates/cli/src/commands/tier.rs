@@ -10,7 +10,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, bail};
 use serde::Serialize;
 use vmstrata_api::{
-    DiskDetail, DurableAt, HostRate, JobSpec, OnOutage, TierCache, TierHold, TierState, TierStatus,
+    DiskDetail, DurableAt, HostRate, JobSpec, OnOutage, TakeOver, TierCache, TierHold, TierState, TierStatus,
     encode_segment,
 };
 use vmstrata_disk::snapshot::now_ns;
@@ -20,6 +20,7 @@ use vmstrata_tier::{
 };
 use vmstrata_types::path_to_text;
 
+use super::named::name_of;
 use super::snapshot::live::Live;
 use super::snapshot::resources;
 use super::status::duration;
@@ -244,7 +245,24 @@ fn sync(args: &TierDiskArgs) -> Result<()> {
     answer(args.json, &status, || format!("{}: {}\n", live.name(), line(&status)))
 }
 
+/// Has the server take a disk over that stands by for it.
+fn take_over_served(args: &TakeoverArgs) -> Result<()> {
+    let client = Client::new(&args.server)?;
+    let name = name_of(&path_to_text(&args.disk), &client)?;
+    let path = |what| format!("/v1/disks/{}/tier/{what}", encode_segment(&name));
+    if !args.yes {
+        let followed: TierStatus = client.post(&path("follow"), &())?;
+        bail!(
+            "{name}: {}; what its host wrote after that is lost to this one: make sure that host is off, then add --yes",
+            line(&followed)
+        );
+    }
+    let status: TierStatus = client.post(&path("take-over"), &TakeOver::default())?;
+    answer(args.json, &status, || format!("{name}: taken over: {}\n", line(&status)))
+}
+
 fn take_over(args: &TakeoverArgs) -> Result<()> {
+    let Some(tier) = &args.tier else { return take_over_served(args) };
     if !args.yes {
         let found = tiered(&args.disk)?;
         let whole = newest_whole(&*found.repository)?;
@@ -256,7 +274,7 @@ fn take_over(args: &TakeoverArgs) -> Result<()> {
             found.text()
         );
     }
-    let Here { found, place, resources } = Here::find(&args.disk, &args.tier, &JournalArgs::default())?;
+    let Here { found, place, resources } = Here::find(&args.disk, tier, &JournalArgs::default())?;
     let found = found.context("it was read just now")?;
     let taken = audit::change(audit::of("tier_takeover", [&args.disk]), |what| {
         let (head, branch) = vmstrata_tier::take_over(&place, &OpenOptions::default(), &resources)?;
@@ -267,7 +285,7 @@ fn take_over(args: &TakeoverArgs) -> Result<()> {
     })?;
     let repository = address_of(&args.disk)?.map(|address| format!(",repository={}", address.repository));
     let group = place.group_name().map(|group| format!(",group={group}"));
-    let keys = format!("tier={}{}{}", path_to_text(&args.tier), text(&repository), text(&group));
+    let keys = format!("tier={}{}{}", path_to_text(tier), text(&repository), text(&group));
     answer(args.json, &taken, || {
         let aside = taken.branch.iter().map(|branch| format!("this host's earlier copy is now {branch}\n"));
         let disk = |disk: &Place| format!(" --disk path={},{keys}", path_to_text(&disk.path));
@@ -411,7 +429,11 @@ pub fn line(status: &TierStatus) -> String {
     let rest = rest + &noticed(status);
     let state = match status.state {
         TierState::Attaching => "; BEING ATTACHED: nothing is published until its image is read".to_owned(),
+        TierState::Standby => "; STANDS BY: requests wait until this host takes the disk over".to_owned(),
         TierState::Publishing => String::new(),
+        TierState::HandedOver => {
+            format!("; HANDED OVER from {}: requests wait until another host has the disk", status.head)
+        }
         TierState::Stalled => {
             let since = duration(status.stalled_seconds.unwrap_or_default());
             format!("; NOT PUBLISHED for {since}, and tried again: {why}")

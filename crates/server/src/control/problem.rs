@@ -93,7 +93,8 @@ fn classify(error: &Error) -> (u16, &'static str) {
         Error::TooManyJobs { .. } => (503, "too-many-jobs"),
         Error::Crowded { .. } => (503, "crowded"),
         Error::NotOpen { .. } => (409, "not-open"),
-        Error::Busy { .. } | Error::BeingAttached { .. } => (409, "busy"),
+        Error::Busy { .. } | Error::BeingAttached { .. } | Error::StandsBy { .. } => (409, "busy"),
+        Error::NoStandby { .. } => (409, "no-standby"),
         Error::Attached { .. } | Error::GuestAttached { .. } | Error::FilesOpen { .. } => (409, "attached"),
         Error::NoAgent { .. } => (422, "no-agent"),
         Error::Agent { .. } => (409, "not-quiesced"),
@@ -134,6 +135,8 @@ fn classify_tier(error: &vmstrata_tier::Error) -> (u16, &'static str) {
     match error {
         Error::Disk(engine) => classify_engine(engine),
         Error::Fenced { .. } => (409, "fenced"),
+        Error::NotHandedOver { .. } => (409, "not-handed-over"),
+        Error::NotOffered { .. } | Error::OwnCopy { .. } | Error::Resized { .. } => (409, "busy"),
         Error::NotPublished(_) => (503, "not-published"),
         Error::NameTaken { .. } => (409, "name-taken"),
         Error::TooManyPending { .. } => (503, "crowded"),

@@ -11,7 +11,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::problem::{no_such_method, no_such_path};
-use super::routes::{disks, events, exports, jobs, metrics, snapshots, status};
+use super::routes::{disks, events, exports, jobs, metrics, snapshots, standby, status};
 use crate::host::Host;
 
 #[derive(utoipa::OpenApi)]
@@ -47,6 +47,9 @@ fn routes() -> OpenApiRouter<Arc<Host>> {
         .routes(routes!(disks::limit))
         .routes(routes!(disks::sync_tier))
         .routes(routes!(disks::hold_tier))
+        .routes(routes!(standby::follow))
+        .routes(routes!(standby::hand_over, standby::take_back))
+        .routes(routes!(standby::take_over))
         .routes(routes!(disks::tier_rate, disks::set_tier_rate))
         .routes(routes!(disks::replicas))
         .routes(routes!(disks::pin_replica, disks::drop_replica))

@@ -6,6 +6,7 @@ pub(super) mod exports;
 pub(super) mod jobs;
 pub(super) mod metrics;
 pub(super) mod snapshots;
+pub(super) mod standby;
 pub(super) mod status;
 
 use std::sync::Arc;

@@ -174,6 +174,7 @@ impl Host {
     /// No such disk, one that is not served, or what the engine refuses; see [`vmstrata_disk::Disk::resize`].
     pub fn resize(&self, name: &str, asked: &SizeSpec) -> Result<SizeChange, Error> {
         let (_change, table) = self.begin_change()?;
+        table.refuse_standby(name)?;
         let (_, disk) = table.lend(name, "being resized")?;
         drop(table);
         let shrink = if asked.shrink { Shrink::Allow } else { Shrink::Refuse };
@@ -247,6 +248,7 @@ impl Host {
             self.tell(Event::ExportRemoved { id: export.id });
         }
         all.iter().for_each(|name| withdraw(name, &shared));
+        let tier = self.table.lock().entry(name).and_then(|entry| entry.tier.clone());
         let published = self.publish_last(name);
         // Closing would wait for what is still under way.
         let closed = ended.and_then(|()| {
@@ -257,7 +259,12 @@ impl Host {
             let spec = self.table.lock().entry(name).map(|entry| entry.spec.clone());
             spec.as_ref().map_or(Ok(()), states::remove_local)
         };
-        let closed = closed.and(published).and_then(|()| removed());
+        // A copy that is gone, as another host has all of it, need not be clean.
+        let closed = match tier.map_or(Ok(false), |(tier, _)| tier.leave()) {
+            Ok(true) => Ok(()),
+            left => closed.and(published).and(left.map(drop).map_err(Error::from)),
+        };
+        let closed = closed.and_then(|()| removed());
         let error = closed.as_ref().err().map(Error::to_string);
         for name in all {
             self.table.lock().forget(&name);

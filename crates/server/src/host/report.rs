@@ -127,10 +127,10 @@ fn disk_status(entry: &Entry) -> api::DiskStatus {
         failed: disk.and_then(|disk| disk.failure()),
         finalizing: disk.is_some_and(|disk| disk.is_finalizing()),
         finalize_failures: disk.map_or(0, |disk| disk.finalize_failures()),
-        tier: match (&entry.tier, &entry.attaching) {
-            (Some((tier, _)), _) => Some(tier_status(&tier.status())),
-            (None, Some(attaching)) => Some(tier_status(&attaching.status())),
-            (None, None) => None,
+        tier: match (&entry.tier, &entry.attaching, &entry.standby) {
+            (Some((tier, _)), ..) => Some(tier_status(&tier.status())),
+            (None, Some(attaching), _) => Some(tier_status(&attaching.status())),
+            (None, None, standby) => standby.as_ref().map(|(standby, _)| tier_status(&standby.status())),
         },
         moving: entry.moving.as_ref().map(move_status),
         metadata_hits: stats.metadata_hits[0],

@@ -40,6 +40,7 @@ impl Host {
         let (_change, table) = self.begin_change()?;
         asked.keep.as_deref().map_or(Ok(()), |keep| check_path("keep", keep))?;
         table.refuse_attaching(name)?;
+        table.refuse_standby(name)?;
         let (spec, disk) = table.serving(name)?;
         let (spec, path, is_read_only) = (spec.clone(), disk.path().to_owned(), disk.is_read_only());
         table.check_idle(name)?;

@@ -143,7 +143,9 @@ type TierOf = (Arc<Tiered>, Vec<usize>);
 impl Table {
     /// What publishes the disks of a snapshot, if they are tiered ones, of one group, and their numbers there.
     fn tier_of(&self, names: &[String]) -> Result<Option<TierOf>, Error> {
-        names.iter().try_for_each(|name| self.refuse_attaching(name))?;
+        names
+            .iter()
+            .try_for_each(|name| self.refuse_attaching(name).and_then(|()| self.refuse_standby(name)))?;
         let of = |name: &String| self.entry(name).and_then(|entry| entry.tier.clone());
         let Some((name, (tier, _))) = names.iter().find_map(|name| Some((name, of(name)?))) else {
             return Ok(None);

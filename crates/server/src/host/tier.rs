@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use vmstrata_api as api;
 use vmstrata_disk::snapshot::now_ns;
 use vmstrata_disk::{Disk, OpenOptions};
-use vmstrata_tier::{DurableAt, PendingSnapshot, Place, TierState, TierStatus, Tiered};
+use vmstrata_tier::{DurableAt, PendingSnapshot, Place, Standby, TierState, TierStatus, Tiered};
 use vmstrata_types::path_to_text;
 
 use super::Host;
@@ -69,6 +69,9 @@ impl Host {
         for (member, spec) in place.members().iter().zip(specs) {
             self.refuse_served(spec, &member.disk())?;
         }
+        if tier.standby && !Standby::is_own(&place)? {
+            return self.open_standby(specs, &place, options);
+        }
         let (disks, tiered) = Tiered::open(&place, tier.options(&self.wire), options, &self.resources)?;
         let head = tiered.status();
         let durable = match head.window.durability {
@@ -97,6 +100,7 @@ impl Host {
         let table = self.table.lock();
         table.serving(name)?;
         table.refuse_attaching(name)?;
+        table.refuse_standby(name)?;
         let tier = table.entry(name).and_then(|entry| Some(entry.tier.clone()?.0));
         tier.ok_or_else(|| Error::NotTiered { name: name.to_owned() })
     }
@@ -156,7 +160,11 @@ impl Host {
         let tier = table.entry(name).and_then(|entry| entry.tier.clone());
         let attached = table.refuse_attaching(name);
         drop(table);
-        let published = tier.map(|(tier, _)| tier.sync(Instant::now() + LAST_PATIENCE));
+        let published = tier.map(|(tier, _)| match tier.status().state {
+            // All is, and another host may have it.
+            TierState::HandedOver => Ok(tier.status()),
+            _ => tier.sync(Instant::now() + LAST_PATIENCE),
+        });
         self.end_tier(name);
         attached?;
         match published {
@@ -169,14 +177,18 @@ impl Host {
     pub(super) fn end_tier(&self, name: &str) {
         let mut table = self.table.lock();
         let all = table.published_with(name);
-        let (mut tier, mut attaching) = (None, None);
+        let (mut tier, mut attaching, mut standby) = (None, None, None);
         for name in all {
             let Some(entry) = table.entry_mut(&name) else { continue };
             tier = entry.tier.take().map(|(tier, _)| tier);
             attaching = entry.attaching.take();
+            standby = entry.standby.take();
         }
         drop(table);
         drop(attaching);
+        if let Some((standby, _)) = standby {
+            standby.end(name);
+        }
         if tier.is_some_and(|tier| !tier.stop(Instant::now() + END_PATIENCE)) {
             tracing::error!(disk = name, "its repository does not answer: this server still waits for it");
         }
@@ -205,7 +217,9 @@ pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
     let window = &status.window;
     let (state, error, stalled_seconds) = match &status.state {
         TierState::Attaching => (api::TierState::Attaching, None, None),
+        TierState::Standby => (api::TierState::Standby, None, None),
         TierState::Publishing => (api::TierState::Publishing, None, None),
+        TierState::HandedOver => (api::TierState::HandedOver, None, None),
         TierState::Stalled { since_ns, why } => {
             (api::TierState::Stalled, Some(why.clone()), Some(age(*since_ns)))
         }
@@ -219,6 +233,8 @@ pub(super) fn tier_status(status: &TierStatus) -> api::TierStatus {
         repository: path_to_text(&status.repository),
         local: path_to_text(&status.local),
         owner: status.owner.to_string(),
+        published_by: status.published_by.to_string(),
+        head: status.head.to_string(),
         generation: status.generation.get(),
         epoch: status.epoch.get(),
         epoch_age_seconds: age(status.epoch_time_ns),

@@ -151,6 +151,8 @@ pub struct TierSpec {
     pub outage_bytes: Option<NonZeroU64>,
     /// Where what guests have flushed is durable.
     pub durability: DurableAt,
+    /// Whether the disk waits to be taken over while another host publishes it.
+    pub standby: bool,
 }
 
 /// After how many seconds a read fails, unless it is said.
@@ -172,6 +174,7 @@ impl TierSpec {
                 ("on-outage", asked.on_outage != api::OnOutage::default()),
                 ("outage-bytes", asked.outage_bytes.is_some()),
                 ("durability", asked.durability != api::DurableAt::default()),
+                ("standby", asked.standby),
             ];
             let odd = keys.into_iter().find(|(_, is_asked)| *is_asked);
             return odd.map_or(Ok(None), |(key, _)| Err(SpecError::WithoutTier { key }));
@@ -214,6 +217,7 @@ impl TierSpec {
                 api::DurableAt::Host => DurableAt::Host,
                 api::DurableAt::Repository => DurableAt::Repository,
             },
+            standby: asked.standby,
         }))
     }
 
@@ -413,6 +417,7 @@ impl From<&DiskSpec> for api::DiskSpec {
             on_outage: spec.tier.as_ref().map(|tier| shown_on_outage(tier.on_outage)).unwrap_or_default(),
             outage_bytes: spec.tier.as_ref().and_then(|tier| tier.outage_bytes).map(NonZeroU64::get),
             durability: spec.tier.as_ref().map(|tier| shown_durability(tier.durability)).unwrap_or_default(),
+            standby: spec.tier.as_ref().is_some_and(|tier| tier.standby),
             role: spec.role(),
             size_bytes: spec.local.map(|local| local.bytes.get()),
         }

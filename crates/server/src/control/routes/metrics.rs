@@ -311,6 +311,8 @@ mod tests {
             repository: "/nas/web.qcow2.tier".to_owned(),
             local: "/tier/web".to_owned(),
             owner: "0".repeat(32),
+            published_by: "0".repeat(32),
+            head: "head-000000000012".to_owned(),
             generation: 1,
             epoch: 12,
             epoch_age_seconds: 90,
