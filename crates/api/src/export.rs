@@ -162,6 +162,9 @@ pub struct ExportStatus {
     /// Connections now; for vhost-user 1 while a guest is attached, for files those that are open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connections: Option<u64>,
+    /// For vhost-user, whether the guest that is attached has sent a message. One that was accepted alone may not know it yet.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub has_spoken: bool,
     /// Whether clients must use TLS.
     pub tls: bool,
     /// What went through it, where the export counts.

@@ -89,6 +89,7 @@ mod tests {
             export,
             open_error: None,
             connections: None,
+            has_spoken: false,
             tls: false,
             counters: None,
         };

@@ -250,7 +250,7 @@ impl Inbox {
         self.state.lock().is_asleep = false;
     }
 
-    /// The thread has ended: nobody carries out what still waits.
+    /// The thread has ended: what still waits is refused.
     fn end(&self) {
         let mut state = self.state.lock();
         (state.is_closed, state.has_ended) = (true, true);

@@ -100,6 +100,11 @@ impl Server {
         self.stop.is_connected()
     }
 
+    /// Whether the frontend that is connected has sent a message. One that was accepted alone may not know it yet, and do something else first.
+    pub fn has_spoken(&self) -> bool {
+        self.stop.has_spoken.load(Ordering::Acquire)
+    }
+
     /// Refuses new frontends, unless one is connected: then it returns `false`, and nothing changes.
     ///
     /// The socket stays where it is until [`Server::shutdown`].
@@ -226,6 +231,7 @@ impl Control {
                     log_end(&path, &error);
                     break;
                 }
+                self.stop.has_spoken.store(true, Ordering::Release);
             } else if knock {
                 self.refuse_second(&twin);
             }
@@ -366,6 +372,7 @@ struct Stop {
     requested: AtomicBool,
     event: OwnedFd,
     connection: Mutex<Option<UnixStream>>,
+    has_spoken: AtomicBool,
     end: Mutex<End>,
     changed: Condvar,
 }
@@ -403,6 +410,7 @@ impl Stop {
             requested: AtomicBool::new(false),
             event,
             connection: Mutex::default(),
+            has_spoken: AtomicBool::new(false),
             end: Mutex::default(),
             changed: Condvar::new(),
         })
@@ -452,6 +460,7 @@ impl Stop {
 
     /// The connection is over.
     fn leave(&self) {
+        self.has_spoken.store(false, Ordering::Release);
         *self.connection.lock() = None;
     }
 

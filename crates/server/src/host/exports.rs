@@ -150,6 +150,7 @@ impl Export {
             added: self.is_added,
             open_error,
             connections,
+            has_spoken: matches!(&self.state, State::VhostUser(server) if server.has_spoken()),
             tls: server_has_tls && matches!(self.spec, ExportSpec::Nbd(_)),
             counters,
         }

@@ -35,7 +35,7 @@ impl StandingBy {
         let Some(standby) = self.standby.lock().take() else { return };
         let (tell, told) = mpsc::channel();
         let work = move || {
-            // Whoever waited does not any more.
+            // The one who waited may be gone.
             let _ = tell.send(standby.end());
         };
         let started = std::thread::Builder::new().name("standby-end".to_owned()).spawn(work);
