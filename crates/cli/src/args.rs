@@ -70,8 +70,8 @@ pub use self::tier::{
 };
 pub use self::vm::{
     DiskSnapshotArgs, MachineKind, VaultArgs, VmArgs, VmArgsArgs, VmCommand, VmDeleteArgs, VmGcArgs,
-    VmListArgs, VmMode, VmPagesArgs, VmPruneArgs, VmRepairArgs, VmRestoreArgs, VmShowArgs, VmSnapshotArgs,
-    VmStoreCommand, VmVerifyArgs,
+    VmListArgs, VmMigrateArgs, VmMode, VmPagesArgs, VmPruneArgs, VmRepairArgs, VmRestoreArgs, VmShowArgs,
+    VmSnapshotArgs, VmStoreCommand, VmVerifyArgs,
 };
 use crate::disk_spec::format_parser;
 use crate::units::parse_size;

@@ -118,6 +118,7 @@ const ELSEWHERE: &[&str] = &[
     "tier branches",
     "tier detach",
     "vm snapshot",
+    "vm migrate",
     "vm restore",
 ];
 

@@ -65,6 +65,7 @@ mod tier_s3;
 mod tour;
 mod usage;
 mod vm_killed;
+mod vm_migrate;
 mod vm_pages;
 mod vm_restore;
 mod vm_snapshot;

@@ -1,6 +1,7 @@
 //! `vmstrata vm` on the command line.
 
 mod lazy;
+mod migrate;
 mod pages;
 mod store;
 
@@ -15,6 +16,7 @@ use super::{BackingArgs, ControlArgs};
 use crate::units::{parse_size, parse_time};
 
 use lazy::LazyArgs;
+pub use migrate::VmMigrateArgs;
 pub use pages::{MachineKind, VmPagesArgs};
 pub use store::{
     DiskSnapshotArgs, VaultArgs, VmDeleteArgs, VmGcArgs, VmListArgs, VmPruneArgs, VmRepairArgs, VmShowArgs,
@@ -35,6 +37,7 @@ Examples:
   vmstrata vm args web --memory 4G                            how QEMU must be started
   vmstrata vm snapshot web --name mon --vault /srv/a --vault /srv/b --vault /srv/c
   vmstrata vm restore web@mon --vault /srv/a --vault /srv/b --vault /srv/c -- qemu-system-x86_64 ...
+  vmstrata vm migrate web --to-control /run/b/control.sock --to-qmp /run/b/web.qmp --uri tcp:hostb:4444
   vmstrata vm list --vault /srv/a --vault /srv/b --vault /srv/c
   vmstrata vm verify --vault /srv/a --vault /srv/b --vault /srv/c
 
@@ -49,6 +52,8 @@ pub enum VmCommand {
     Snapshot(Box<VmSnapshotArgs>),
     /// Start a guest from a snapshot
     Restore(VmRestoreArgs),
+    /// Move a running guest to another host, with its tiered disks
+    Migrate(Box<VmMigrateArgs>),
     /// Show what a Linux guest uses its memory for, without the guest's help
     Pages(VmPagesArgs),
     /// Those that look after snapshots that were taken.

@@ -4,6 +4,8 @@ mod args;
 mod disks;
 mod guard;
 mod kept;
+mod migrate;
+mod migration;
 mod pages;
 mod periodic;
 mod picture;
@@ -33,6 +35,7 @@ pub fn run(args: &VmArgs) -> Result<ExitCode> {
         VmCommand::Args(args) => args::run(args),
         VmCommand::Snapshot(args) => snapshot::run(args),
         VmCommand::Restore(args) => restore::run(args),
+        VmCommand::Migrate(args) => migrate::run(args),
         VmCommand::Pages(args) => pages::run(args),
         VmCommand::Store(command) => store::run(command),
         VmCommand::Guard => Ok(guard::run()),

@@ -62,6 +62,21 @@ impl ServedDisks {
     /// # Errors
     /// A disk that is not served.
     pub(super) fn find(client: Client, qmp: &mut Qmp, named: &[String], spec: SnapshotSpec) -> Result<Self> {
+        let disks = Self::of_guest(client, qmp, named, spec)?;
+        disks.check_names()?;
+        Ok(disks)
+    }
+
+    /// The same, whether the snapshot can have its name or not.
+    ///
+    /// # Errors
+    /// A disk that is not served.
+    pub(super) fn of_guest(
+        client: Client,
+        qmp: &mut Qmp,
+        named: &[String],
+        spec: SnapshotSpec,
+    ) -> Result<Self> {
         let mut disks = Self { client, spec, paths: Vec::new(), media: Vec::new(), is_taken: false };
         if named.is_empty() && !disks.client.is_answered() {
             return Ok(disks);
@@ -78,7 +93,6 @@ impl ServedDisks {
             disks.paths.push((path_to_text(&argument_for(disk)), disk.tier.is_some()));
             disks.spec.disks.push(name);
         }
-        disks.check_names()?;
         Ok(disks)
     }
 

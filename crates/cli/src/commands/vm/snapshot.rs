@@ -239,7 +239,7 @@ fn request(
 }
 
 /// Set once someone interrupts or ends this process.
-fn cancel_on_signals() -> Result<Arc<AtomicBool>> {
+pub(super) fn cancel_on_signals() -> Result<Arc<AtomicBool>> {
     let cancel = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         signal_hook::flag::register(signal, Arc::clone(&cancel)).context("watching for signals")?;

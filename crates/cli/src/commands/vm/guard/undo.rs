@@ -20,6 +20,7 @@ use vmstrata_memory::vault::{VaultError, Which};
 use vmstrata_store::{Access, FileError, FileOptions, FileStore, LockError, Place};
 use vmstrata_types::path_from_text;
 
+use super::super::migration::Migration;
 use super::super::{PATIENCE, disks::ServedDisks, store};
 use crate::args::{ControlArgs, VaultArgs};
 use crate::client::Client;
@@ -53,6 +54,8 @@ pub(in super::super) enum Undo {
     Detach(PathBuf),
     /// A disk of a guest that did not run.
     Drop(Clone),
+    /// A guest that moves: it goes on where its disk is.
+    Migration(Migration),
 }
 
 /// A capture: QEMU goes back to what it was, and the snapshot of the disks is deleted if that of the memory did not come to be.
@@ -99,6 +102,7 @@ impl Undo {
             Self::Remove(file) => absent(fs::remove_file(file)).with_context(|| file.display().to_string()),
             Self::Detach(dir) => absent(detach(dir)).with_context(|| dir.display().to_string()),
             Self::Drop(clone) => clone.carry_out(),
+            Self::Migration(migration) => migration.end().map(drop),
         }
     }
 }
