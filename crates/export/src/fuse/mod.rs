@@ -83,6 +83,9 @@ pub enum PlaceFault {
     /// It is a file, or does not exist.
     #[error("is no directory: a tree of disks is mounted on a directory, make it first")]
     NoDirectory,
+    /// Other files would be hidden, this process's own among them.
+    #[error("has files in it, which the mount would hide: use an empty directory")]
+    NotEmpty,
     /// It is a directory or a device.
     #[error("is no regular file")]
     NoFile,

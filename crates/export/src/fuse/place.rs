@@ -49,6 +49,9 @@ pub(super) fn prepare(place: &Path, for_directory: bool) -> Result<bool, PlaceFa
         Ok(_) if is_ours(place) => Err(PlaceFault::Mounted),
         Ok(found) if for_directory && !found.is_dir() => Err(PlaceFault::NoDirectory),
         Ok(found) if !for_directory && !found.is_file() => Err(PlaceFault::NoFile),
+        Ok(_) if for_directory && fs::read_dir(place).map_err(PlaceFault::Io)?.next().is_some() => {
+            Err(PlaceFault::NotEmpty)
+        }
         Ok(_) => Ok(false),
     }
 }
