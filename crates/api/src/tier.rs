@@ -183,12 +183,12 @@ pub struct TierHold {
     pub seconds: u64,
 }
 
-/// From what a disk is taken over that this host stands by for.
+/// How a disk in standby is taken over.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TakeOver {
-    /// From this head, which its host offers: refused once that has taken the disk back. If omitted, from the newest: whoever asks has made
-    /// sure that the other host is off.
+    /// The head that the disk's host offers; refused once that host has taken the disk back. If omitted, the newest head is taken: make sure
+    /// first that the other host is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(pattern = "^head-[0-9]{12}$")]
     pub head: Option<String>,

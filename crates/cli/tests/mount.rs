@@ -1,4 +1,4 @@
-//! `vmstrata mount`: a disk as a file, seen with stock tools, and what is left of it.
+//! `vmstrata mount`: stock tools use a disk as a file; nothing stays behind.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{BufRead as _, BufReader, Read as _};
@@ -376,6 +376,16 @@ fn what_cannot_be_mounted_says_why() {
     let checked = tool("qemu-img", ["check", &disk.path]);
     assert!(!checked.status.success(), "stock tools see that it is in use");
     mounted.unmount(Path::new(&place));
+}
+
+#[test]
+fn a_mount_hides_no_files() {
+    let disk = Disk::new();
+    std::fs::create_dir(disk.images.path("dir")).expect("a directory");
+    std::fs::write(disk.images.path("dir/file"), b"seen").expect("a file");
+    let said = run_err(1, ["mount", &format!("{}@mon", disk.path), &disk.images.name("dir")]);
+    assert!(said.contains("has files in it, which the mount would hide"), "{said}");
+    assert_eq!(std::fs::read(disk.images.path("dir/file")).expect("reads"), b"seen");
 }
 
 /// What Firecracker takes for a disk: `Drive` of its published API, version 1.17, for disks in files.

@@ -110,7 +110,7 @@ fn disks_and_snapshots_show_as_they_come_and_go() {
             fs::read_dir(&files).expect("lists").filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
         links.any(|file| file == layer)
     };
-    // The kernel tells of a file that is closed when it gets to it.
+    // The kernel reports a closed file some time later.
     wait_until("nothing of it is held", || !is_open(&left));
 
     // Another snapshot by a name is another file, whatever the kernel keeps of the first.
@@ -155,7 +155,7 @@ fn a_disk_that_is_removed_takes_its_open_files_along() {
         assert_eq!(raw(&gone), Some(Errno::STALE));
     }
     assert!(names(&served.dir).is_empty());
-    // It is nobody's any more.
+    // The server has let go of it.
     tool_ok("qemu-io", ["-c", "write -P 4 0 64k", &served.disk]);
     server.ask_ok(["disk", "add", &format!("path={}", served.disk)]);
     let file = File::open(served.file("web/disk")).expect("opens");
@@ -218,7 +218,7 @@ fn a_mount_is_an_export_that_comes_and_goes() {
     assert!(!is_mounted(&served.dir) && names(&served.dir).is_empty());
     server.ask_ok(["export", "add", "--fuse", dir]);
     tool_ok("umount", [dir]);
-    wait_until("the status tells of it", || {
+    wait_until("the status shows it", || {
         server.ask_ok(["status", "--json"]).contains("someone has unmounted it")
     });
     server.ask_ok(["export", "remove", dir]);

@@ -26,7 +26,7 @@ pub struct MountArgs {
     /// What DISK holds; looked up in the file if omitted
     #[arg(long, value_name = "FORMAT", value_parser = format_parser())]
     pub format: Option<Format>,
-    /// With --write, write although images beside it stand on DISK: they are corrupt afterwards
+    /// With --write, write even if other images have DISK as backing file, which corrupts them
     #[arg(long, requires = "write")]
     pub force: bool,
     /// Where backing files may be.

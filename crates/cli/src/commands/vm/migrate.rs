@@ -3,7 +3,7 @@
 //! ```text
 //!   source                          repository                     target
 //!   guest runs                      epochs ◄── publish ── follow ─►  disk stands by, QEMU waits
-//!   QEMU ── memory, in rounds, and what is left of it, guest stopped ──► QEMU: paused, has all
+//!   QEMU ── memory in rounds; the rest once the guest is stopped ──────► QEMU: paused, has all memory
 //!   hand over ──────────────────►   head N
 //!                                   head N + 1 ◄─── take over ─────  disk is the target's        <- decides
 //!   QEMU ends, disk is removed                                       guest runs
@@ -203,7 +203,7 @@ impl Migration {
         }
     }
 
-    /// Publishes what the source has, and has the target stand on it.
+    /// Publishes the disk at the source, and has the target follow.
     fn round(&self) -> Result<()> {
         let own = self.source.ask(&self.disk, "sync", &()).context("the source cannot publish")?;
         let far = self
